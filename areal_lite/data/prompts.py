@@ -72,9 +72,8 @@ def load_prompts(
 ) -> PromptSet:
     """Load the training or the held-out prompts for the checkpoint in `model_path`.
 
-    `reward` is reward.function. Raises ValueError if the source, a file, a row or the tokenizer
-    cannot be used, if no prompt is short enough, or if a verifier of this package cannot use an
-    answer.
+    Raises ValueError if the source, a file, a row or the tokenizer cannot be used, if no prompt is
+    short enough, or if the verifier `reward` (reward.function) of this package refuses an answer.
     """
     if split not in ("train", "eval"):
         raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
@@ -89,9 +88,8 @@ def load_prompts(
 def prompt_source(config: DataConfig) -> Callable[..., PromptSet]:
     """Return the opener of `data.source`. Raises ValueError unless it takes `data.args`.
 
-    An opener that is a class can say more about its prompts before they are loaded:
-    `num_prompts = None`: prompts never end, and none comes again. `chat = False`: they are plain
-    text.
+    A class can say more before its prompts are loaded. `num_prompts = None`: they never end, and
+    none comes again. `chat = False`: they are plain text.
     """
     source, known = config.source, [*SOURCES, *extensions.names(extensions.DATA)]
     if not source:

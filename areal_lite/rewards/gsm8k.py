@@ -55,9 +55,9 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-_SCALES = {"%": Fraction(1, 100), "percent": Fraction(1, 100), "per cent": Fraction(1, 100)}
-_SCALES |= {name: Fraction(10) ** n for name, n in (("hundred", 2), ("thousand", 3))}
-_SCALES |= {name: Fraction(10) ** n for name, n in (("million", 6), ("billion", 9))}
+# Powers of ten.
+_SCALES = {"%": -2, "percent": -2, "per cent": -2, "hundred": 2, "thousand": 3}
+_SCALES |= {"million": 6, "billion": 9}
 _NEGATION = re.compile(r"\b(?:not|never|neither)\b|n['’]t\b", re.IGNORECASE)
 # What may not come before a number: a function, an index, an operator, or a variable.
 _OPENS = re.compile(
@@ -223,7 +223,7 @@ def _number(match: re.Match) -> Number | None:
     value = value**power / below * Fraction(10) ** ten + int(match["whole"] or 0)
     if match["sign"] or match["sign2"]:
         value = -value
-    return Number(value, _SCALES.get((match["scale"] or "").lower(), Fraction(1)))
+    return Number(value, Fraction(10) ** _SCALES.get((match["scale"] or "").lower(), 0))
 
 
 def _exponent(text: str) -> int:
