@@ -39,15 +39,10 @@ class TrainResult:
 def train(settings: Settings, on_step: OnStep | None = None) -> TrainResult:
     """Train on this machine until the last step, or until the run is asked to stop.
 
-    An exception in `on_step` ends the run. Call this in the main thread, which receives signals.
-
-    Args:
-        settings: overrides as on the command line (`["model=…", "trainer.steps=20"]`), or the same
-            as a dictionary.
-        on_step: called with each new line of metrics.jsonl.
-
-    Raises ValueError for wrong settings, and RuntimeError or TimeoutError when a process of the run
-    fails.
+    Call this in the main thread, which receives signals. settings: overrides as on the command line
+    (`["model=…", "trainer.steps=20"]`), or the same as a dictionary; on_step: called with each new
+    line of metrics.jsonl, and its exception ends the run. Raises ValueError for wrong settings, and
+    RuntimeError or TimeoutError when a process of the run fails.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("areal_lite.train works in the main thread only: call it there")

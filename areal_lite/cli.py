@@ -33,7 +33,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command that the first argument names, and return its exit status."""
     args = sys.argv[1:] if argv is None else argv
     if not args or args[0] in _HELP:
-        print(_usage())
+        rows = "\n".join(f"  {name:<12}{find_command(name).does}" for name in command_names())
+        print(f"usage: areal-lite COMMAND [key=value …]\n\n{rows}\n")
+        print("`areal-lite COMMAND --help` lists its settings.")
         return 0 if args else 2
     if args[0] not in (names := command_names()):
         hint = did_you_mean(args[0], names) or f"choose one of {', '.join(names)}"
@@ -170,14 +172,6 @@ def _entry(command: str, flags: set[str]) -> Callable[[Any], int]:
     if found := extensions.load(extensions.MODES, flag.removeprefix("--")):
         return found
     raise ValueError(f"{flag} needs the tools of areal-lite: install areal-lite with them")
-
-
-def _usage() -> str:
-    rows = "\n".join(f"  {name:<12}{find_command(name).does}" for name in command_names())
-    return (
-        f"usage: areal-lite COMMAND [key=value …]\n\n{rows}\n\n"
-        "`areal-lite COMMAND --help` lists its settings."
-    )
 
 
 def _help(command: str, composed: Any) -> str:

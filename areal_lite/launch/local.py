@@ -1,9 +1,8 @@
 """`areal-lite train` on one machine: the supervisor of a run.
 
 It starts servers, controller and trainer ranks at once (on a shared GPU the server first), watches
-them, and ends them all. The controller waits for servers to be announced, the trainer for its first
-batch. However the run ends, no process is left. What fails or hangs is started again, a limited
-number of times; the servers (server_pool.py) keep running.
+them, and ends them all: however the run ends, no process is left. What fails or hangs is started
+again, a limited number of times; the servers (server_pool.py) keep running.
 
 * A controller that is killed or hangs starts again alone. The trainer keeps its step and its batch,
   and asks the new controller what the old one did not answer (controller/batches.py).
@@ -12,8 +11,7 @@ number of times; the servers (server_pool.py) keep running.
 * After an error a process is started again only if that can help: not before the first step, and
   not twice at one place.
 * The ranks of a trainer wait for each other, so they hang when the newest heartbeat of all
-  (system/heartbeat.py) is too old. The oldest one most likely names the cause. A process that a
-  signal has stopped (SIGSTOP) is found by its state.
+  (system/heartbeat.py) is too old. The oldest one most likely names the cause.
 """
 
 from __future__ import annotations
@@ -44,20 +42,9 @@ from areal_lite.launch.roles import (
     stopped_by_hand,
 )
 from areal_lite.launch.server_pool import ServerPool, train_pool
+from areal_lite.run_dir import resume
 from areal_lite.run_dir.metrics import EventFollower, forget_after, read_metrics
 from areal_lite.run_dir.paths import LOGS_DIR, SUMMARY_FILE
-from areal_lite.run_dir.resume import (
-    CONTROLLER_FILES,
-    ROLE_FILES,
-    STOPPED,
-    TRAINER_RUNS,
-    clear_stop_request,
-    lock_run_dir,
-    remove_files,
-    set_aside_damaged,
-    start_version,
-    stop_requested,
-)
 from areal_lite.system import heartbeat
 from areal_lite.system.files import append_log, write_json
 from areal_lite.system.processes import back_off_s
@@ -130,7 +117,7 @@ def run(config: TrainConfig) -> int:
     the run was asked to stop before its last step. Raises ValueError when another process runs in
     the same directory.
     """
-    with lock_run_dir(Path(config.run_dir)):
+    with resume.lock_run_dir(Path(config.run_dir)):
         return run_locked(config)
 
 
@@ -142,7 +129,7 @@ def run_locked(config: TrainConfig) -> int:
         print(f"areal-lite: {error}", file=sys.stderr)
         return 1
     print(Path(config.run_dir) / SUMMARY_FILE)
-    return STOPPED if stopped else 0
+    return resume.STOPPED if stopped else 0
 
 
 def train_and_report(config: TrainConfig, on_step: OnStep | None = None) -> bool:
@@ -154,11 +141,11 @@ def train_and_report(config: TrainConfig, on_step: OnStep | None = None) -> bool
     """
     run_dir = Path(config.run_dir)
     print(f"run directory: {run_dir}", file=sys.stderr)
-    set_aside_damaged(run_dir)
-    if (step := start_version(run_dir)) >= config.trainer.steps:
+    resume.set_aside_damaged(run_dir)
+    if (step := resume.start_version(run_dir)) >= config.trainer.steps:
         complete = f"the run is complete: it has a checkpoint of step {step}"
         print(f"{complete}, and trainer.steps={config.trainer.steps}", file=sys.stderr)
-        clear_stop_request(run_dir)
+        resume.clear_stop_request(run_dir)
         if not (run_dir / SUMMARY_FILE).exists():
             finish(config, run_dir, time.time())
         return False
@@ -174,15 +161,15 @@ def train_and_report(config: TrainConfig, on_step: OnStep | None = None) -> bool
         print(how_to_continue(config), file=sys.stderr)
         raise
     finish(config, run_dir, started_at)
-    if stopped := stop_requested(run_dir):
-        text = f"stopped as requested after step {start_version(run_dir)}: resume=auto continues"
-        print(text, file=sys.stderr)
+    if stopped := resume.stop_requested(run_dir):
+        step = resume.start_version(run_dir)
+        print(f"stopped as requested after step {step}: resume=auto continues", file=sys.stderr)
     return stopped
 
 
 def how_to_continue(config: TrainConfig) -> str:
     """Say from which step a run that ended early can continue, and how."""
-    if step := start_version(Path(config.run_dir)):
+    if step := resume.start_version(Path(config.run_dir)):
         return (
             f"the run ended early: the same command with run_dir={config.run_dir} resume=auto "
             f"continues from step {step}"
@@ -195,18 +182,11 @@ def how_to_continue(config: TrainConfig) -> str:
 
 def train(config: TrainConfig, run_dir: Path, on_step: OnStep | None = None) -> None:
     """Run all roles until trainer and controller have ended. Raises RoleFailed when one fails."""
-    remove_files(run_dir)
+    resume.remove_files(run_dir)
     placement = place_run(config)
-    if config.debug == "off":
-        _train_with_restarts(config, run_dir, placement, on_step)
-    else:
+    if config.debug != "off":
         half = load(DEBUG_MODES, config.debug_mode)
-        half.run(config, run_dir, placement, _step_reporter(run_dir, on_step))
-
-
-def _train_with_restarts(
-    config: TrainConfig, run_dir: Path, placement: Placement, on_step: OnStep | None
-) -> None:
+        return half.run(config, run_dir, placement, _step_reporter(run_dir, on_step))
     save_config(config, run_dir)
     restarts = Restarts(config, run_dir)
     if restarts.start:
@@ -246,12 +226,11 @@ def _run_roles(
         ranks = roles.start_ranks(
             "trainer", "areal_lite.trainer.loop", config.trainer, placement.trainer
         )
-
         told = False
 
         def watch() -> None:
             nonlocal told
-            if not told and stop_requested(run_dir):
+            if not told and resume.stop_requested(run_dir):
                 told = True
                 print(_STOPPING, file=sys.stderr)
             show()
@@ -264,17 +243,8 @@ def _run_roles(
             try:
                 return roles.wait([*ranks, controller], watch=watch)
             except ProcessFailed as failed:
-                controller = _replace_controller(failed, roles, restarts)
+                controller = restarts.replace_controller(failed, roles)
                 watchdog.forget(controller)
-
-
-def _replace_controller(failed: ProcessFailed, roles: Roles, restarts: Restarts) -> Role:
-    """Start another controller under the running trainer. Raises `failed` if that cannot help."""
-    if not restarts.alone(failed):
-        raise failed
-    roles.forget(failed.role)
-    restarts.prepare_controller(failed)
-    return roles.start_module("controller", CONTROLLER, TRAINER_RUNS)
 
 
 def _step_reporter(run_dir: Path, on_step: OnStep | None) -> Callable[[], None]:
@@ -312,18 +282,11 @@ def finish(config: TrainConfig, run_dir: Path, started_at: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The end of a process, and with it of all processes of controller and trainer.
+    """The end of a process, and with it of all processes of controller and trainer."""
 
-    Args:
-        at_s: when it was noticed, in seconds of any clock.
-        error: what identifies the error that it reported; None if it was killed or hung.
-        progressed: whether a training step was completed since the start of the process and
-            steps are left.
-    """
-
-    at_s: float
-    error: str | None = None
-    progressed: bool = False
+    at_s: float  # when it was noticed, in seconds of any clock
+    error: str | None = None  # identifies the error that it reported; None: it was killed or hung
+    progressed: bool = False  # it completed a training step, and steps are left
 
 
 @dataclass(frozen=True)
@@ -369,20 +332,13 @@ def error_identity(log: str) -> str:
 
 @dataclass(kw_only=True)
 class ProcessState:
-    """The state of a process, as the watchdog has noticed it. Times are in seconds.
-
-    Args:
-        phase: the phase that its newest heartbeat names.
-        beat_at: when its newest heartbeat was noticed.
-        beat_ns: the time of that heartbeat in its file, in nanoseconds.
-        stopped_at: when it was noticed that a signal has stopped it; None while it runs.
-    """
+    """The state of a process, as the watchdog has noticed it. Times are in seconds."""
 
     name: str
-    phase: str = "starting"
-    beat_at: float
-    beat_ns: int = 0
-    stopped_at: float | None = None
+    phase: str = "starting"  # of its newest heartbeat
+    beat_at: float  # when that heartbeat was noticed
+    beat_ns: int = 0  # the time of that heartbeat in its file, in nanoseconds
+    stopped_at: float | None = None  # when it was noticed that a signal has stopped it
 
     @property
     def group(self) -> str:
@@ -485,41 +441,41 @@ class Restarts:
         self._failures: list[Failure] = []
         # The failure to show first if the run ends: the first one of those without progress.
         self._cause: ProcessFailed | None = None
-        self.start = start_version(run_dir)
+        self.start = resume.start_version(run_dir)
 
     def prepare(self, failed: ProcessFailed) -> None:
         """Log the failure, wait, and prepare the run directory for the next start of all roles.
 
         Raises RoleFailed when the run must end.
         """
-        if stop_requested(self._run_dir):
+        if resume.stop_requested(self._run_dir):
             self._record(failed)
             raise self._end(failed, "the run was asked to stop")
         restart = self._decide(failed)
         try:
-            set_aside_damaged(self._run_dir)
+            resume.set_aside_damaged(self._run_dir)
         except ValueError as error:
             raise self._end(failed, str(error)) from error
-        remove_files(self._run_dir, ROLE_FILES)
-        self.start = start_version(self._run_dir)
+        resume.remove_files(self._run_dir, resume.ROLE_FILES)
+        self.start = resume.start_version(self._run_dir)
         self._wait(failed, restart, f"controller and trainer start again from step {self.start}")
 
-    def alone(self, failed: ProcessFailed) -> bool:
-        """Return whether a controller failed that can start again under the trainer.
+    def replace_controller(self, failed: ProcessFailed, roles: Roles) -> Role:
+        """Log the failure, wait, and start another controller under the running trainer.
 
-        One that reports an error has told the ranks, which end, too. The batches of a replay buffer
-        are not recorded before the end of their step.
+        Raises `failed` if that cannot help. A controller that reports an error has told the ranks,
+        which end, too. The batches of a replay buffer are not recorded before the end of their
+        step.
         """
-        role = failed.role
-        reported = (role.process.poll() or 0) > 0
+        reported = (failed.role.process.poll() or 0) > 0
         replays = self._config.buffer.replay.capacity > 0
-        return role.name == "controller" and not reported and not replays
-
-    def prepare_controller(self, failed: ProcessFailed) -> None:
-        """Log the failure, wait, and prepare the run directory for another controller."""
+        if failed.role.name != "controller" or reported or replays:
+            raise failed
+        roles.forget(failed.role)
         restart = self._decide(failed)
-        remove_files(self._run_dir, CONTROLLER_FILES)
+        resume.remove_files(self._run_dir, resume.CONTROLLER_FILES)
         self._wait(failed, restart, "the controller starts again under the running trainer")
+        return roles.start_module("controller", CONTROLLER, resume.TRAINER_RUNS)
 
     def _decide(self, failed: ProcessFailed) -> Restart:
         self._record(failed)
@@ -536,7 +492,7 @@ class Restarts:
     def _record(self, failed: ProcessFailed) -> None:
         newest = read_metrics(self._run_dir, newest=1)
         steps = newest[0]["step"] if newest else 0
-        is_left = start_version(self._run_dir) < self._config.trainer.steps
+        is_left = resume.start_version(self._run_dir) < self._config.trainer.steps
         reported = (failed.role.process.poll() or 0) > 0
         failure = Failure(
             at_s=time.monotonic(),

@@ -193,15 +193,11 @@ def check_sources(config: Sampled) -> None:
             load_reward_function(own.reward.function)
             load_workflow(own.rollout)
             if is_file and isinstance(own, TrainConfig) and own.eval.problems:
-                _eval_file(own.data.eval_path)
-
-
-def _eval_file(path: str | None) -> None:
-    remedy = "give held-out problems, or set eval.problems=0"
-    if path is None:
-        raise ValueError(f"data.eval_path is not set: {remedy}")
-    if not os.path.exists(path):
-        raise ValueError(f"data.eval_path={path}: no such file; {remedy}")
+                path, remedy = own.data.eval_path, "give held-out problems, or set eval.problems=0"
+                if path is None:
+                    raise ValueError(f"data.eval_path is not set: {remedy}")
+                if not os.path.exists(path):
+                    raise ValueError(f"data.eval_path={path}: no such file; {remedy}")
 
 
 def _prompts_come_again(config: TrainConfig) -> None:

@@ -21,15 +21,9 @@ from dataclasses import fields
 from pathlib import Path
 
 from areal_lite.config import TrainConfig, changed_settings, load_config, save_config
+from areal_lite.run_dir import resume
 from areal_lite.run_dir.metrics import forget_after
 from areal_lite.run_dir.paths import CONFIG_FILE, LOGS_DIR, STOP_FILE
-from areal_lite.run_dir.resume import (
-    is_locked,
-    lock_run_dir,
-    remove_files,
-    set_aside_damaged,
-    start_version,
-)
 from areal_lite.servers.blocking import start_reaching
 from areal_lite.servers.registry import announced_servers
 
@@ -44,8 +38,8 @@ def run(config: TrainConfig) -> int:
     Raises ValueError while a run with other settings is going on there.
     """
     run_dir = Path(config.run_dir).resolve()
-    if not is_locked(run_dir):
-        with lock_run_dir(run_dir):
+    if not resume.is_locked(run_dir):
+        with resume.lock_run_dir(run_dir):
             print(write(config))
             return _begin(run_dir)
     if changed := changed_settings(_settings(config), run_dir):
@@ -76,17 +70,17 @@ def begin(run_dir: Path) -> int:
 
     Returns 0, or COMPLETE when no steps are left. Raises ValueError while the run is going on.
     """
-    with lock_run_dir(run_dir):
+    with resume.lock_run_dir(run_dir):
         return _begin(run_dir)
 
 
 def _begin(run_dir: Path) -> int:
-    set_aside_damaged(run_dir)
-    version = start_version(run_dir)
+    resume.set_aside_damaged(run_dir)
+    version = resume.start_version(run_dir)
     if version >= load_config(run_dir).trainer.steps:
         print(f"the run is complete: it has a checkpoint of step {version}", file=sys.stderr)
         return COMPLETE
-    remove_files(run_dir)
+    resume.remove_files(run_dir)
     forget_after(run_dir, version)
     return 0
 

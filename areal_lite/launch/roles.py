@@ -114,10 +114,7 @@ class Roles:
     ) -> list[Role]:
         """Start `python -m module RUN_DIR` once per trainer rank, as torchrun would.
 
-        Args:
-            name: the name of the only rank; with more ranks `-<rank>` is added.
-            config: says how many ranks there are.
-            gpus: the GPUs that all ranks may see.
+        All ranks see `gpus`. Several ranks are called NAME-RANK.
         """
         # Gloo uses loopback in a world of one, too: rank 0 also connects to the servers.
         common = {
@@ -130,10 +127,9 @@ class Roles:
             return [self.start_module(name, module, env=common)]
         common |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
         common |= {"MASTER_PORT": str(free_port())}
-        ranks = map(str, range(world))
         return [
             self.start_module(f"{name}-{n}", module, env={**common, "RANK": n, "LOCAL_RANK": n})
-            for n in ranks
+            for n in map(str, range(world))
         ]
 
     def check(self) -> None:

@@ -1,10 +1,10 @@
 """Stock SGLang servers, and the servers of a run, supervised on a thread of their own.
 
 * A server is `python -m areal_lite.launch.serve` with SGLang's own flags, in a process group of its
-  own. It serves token ids only, has no tokenizer and starts at weight version 0. Nothing of it
-  outlives `ServerProcess.stop`, or the process that started it.
-* A server is announced when it answers. Its announcement is withdrawn when it dies or is marked
-  unhealthy. The controller marks a server that hangs (servers/fleet.py); here it is killed.
+  own. It serves token ids only and starts at weight version 0. Nothing of it outlives
+  `ServerProcess.stop`, or the process that started it.
+* A server is announced from its first answer until it dies or is marked unhealthy. The controller
+  marks a server that hangs (servers/fleet.py); here it is killed.
 * A lost server is started again up to `restart.max` times, counted anew when it was ready for an
   hour. After that the run continues without it. A server that never came up ends the whole pool: a
   restart would not mend its configuration.
@@ -134,22 +134,16 @@ def _arguments(flags: dict[str, Any]) -> list[str]:
 
 @dataclass(eq=False, repr=False)
 class ServerProcess:
-    """One server: `start`, `await wait_ready()`, `stop`.
-
-    Args:
-        model: the folder of its checkpoint.
-        name: its name in the registry.
-        environment: added to the environment that the server needs, for example a GPU to use.
-    """
+    """One server: `start`, `await wait_ready()`, `stop`."""
 
     config: ServerConfig
-    model: str
+    model: str  # the folder of its checkpoint
     _: KW_ONLY
-    name: str
+    name: str  # in the registry
     port: int
     seed: int
     log_path: Path
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)  # besides what every server needs
 
     def __post_init__(self) -> None:
         self.argv, needed = server_command(self.config, self.model, self.port, self.seed)
@@ -227,18 +221,15 @@ class ServerProcess:
 
 
 class ServerPool:
-    """Supervised servers. A context manager: the servers run as long as the block does."""
+    """Supervised servers. A context manager: the servers run as long as the block does.
+
+    make: by server name, a function that makes the server's next process. max_restarts: of each
+    server; those before it was ready for an hour do not count.
+    """
 
     def __init__(
         self, run_dir: Path, make: Mapping[str, Callable[[], ServerProcess]], max_restarts: int
     ):
-        """Prepare the pool. Servers start when the block is entered.
-
-        Args:
-            run_dir: events go to its logs/servers.log and to stderr.
-            make: by server name, a function that makes the server's next process.
-            max_restarts: of each server. Those before it was ready for an hour do not count.
-        """
         self._run_dir = run_dir
         self._make = make
         self._max_restarts = max_restarts
@@ -368,15 +359,10 @@ def server_pool(
     shared: bool = False,
     max_restarts: int = RestartConfig.max,
 ) -> ServerPool:
-    """Make a pool of SGLang servers.
+    """Make a pool of SGLang servers. Server number n samples with seed + n.
 
-    Args:
-        model: a Hugging Face checkpoint folder.
-        seed: server number n samples with seed + n.
-        gpus: the GPUs of each server, by its number. An empty list: all that this process sees.
-        environment: added to the environment of the servers.
-        shared: whether a trainer rank uses the same GPU.
-        max_restarts: of each server.
+    gpus: the GPUs of each server, by its number; an empty list: all that this process sees.
+    shared: whether a trainer rank uses the same GPU.
     """
     config = replace(config, host=listen_address(config.host))
     extra = {"GLOO_SOCKET_IFNAME": "lo"} if config.host in LOOPBACK else {}

@@ -1,8 +1,7 @@
 """`areal-lite slurm`: submit a training run as one job of whole nodes (job.sbatch.j2).
 
 The first `cluster.trainer_nodes` nodes hold the trainer and the controller, the others the servers.
-A single node holds everything: its first GPUs are the trainer's. Steps of the job find each other
-in the run directory, trainer ranks through torchrun's rendezvous on the first node.
+A single node holds everything: its first GPUs are the trainer's.
 
 * The job succeeds when the trainer and the controller have ended well, and fails as soon as any
   step fails. Slurm runs the jobs of a run directory, which have one name, one at a time.
@@ -91,8 +90,8 @@ def check(config: SlurmConfig) -> None:
 def run(config: SlurmConfig) -> int:
     """Write the run directory and the job, and submit it `cluster.chain` times.
 
-    Prints the numbers of the jobs on stdout. Returns the exit status. Raises ValueError when a job
-    of this run directory is already in the queue: it would find changed settings and keys.
+    Prints their numbers on stdout. Returns the exit status. Raises ValueError when a job of this
+    run directory is already in the queue: it would find changed settings and keys.
     """
     folder = Path(config.run_dir).resolve()
     text = render(config, folder, Path.cwd())

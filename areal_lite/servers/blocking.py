@@ -43,19 +43,15 @@ class _Background:
 
 
 @functools.cache
-def _background_of(pid: int) -> _Background:
+def _background(pid: int) -> _Background:
     return _Background()
-
-
-def _background() -> _Background:
-    return _background_of(os.getpid())
 
 
 def start_post(
     server: ServerInfo, path: str, body: dict[str, Any], timeout_s: float
 ) -> Future[Any]:
     """POST `body` as JSON, and return the future of the decoded answer (None if it is empty)."""
-    background = _background()
+    background = _background(os.getpid())
     return background.start(background.client.post(server, path, body, timeout_s))
 
 
@@ -85,7 +81,7 @@ def server_errors(calls: Iterable[Future[Any]]) -> list[ServerError]:
 
 def start_reaching(server: ServerInfo, timeout_s: float) -> Future[bool]:
     """Find out whether the server answers GET /health within `timeout_s`, with any status."""
-    background = _background()
+    background = _background(os.getpid())
 
     async def reaches() -> bool:
         try:

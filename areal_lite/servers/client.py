@@ -42,25 +42,16 @@ _Version = Annotated[str, msgspec.Meta(max_length=20)]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The parameters with which a completion is sampled.
-
-    Args:
-        temperature: 0 is greedy.
-        stop_token_ids: the model's end tokens. The token that stops a sequence belongs to the
-            sequence and has a log-probability.
-        vocab_size: every token id is below it.
-        seed: of the request. None: the server's own.
-        experts: of the model, if the routes of the tokens are asked for (areal_lite/routes.py).
-        first_route: the first token whose route is asked for; those before it are known.
-    """
+    """The parameters with which a completion is sampled."""
 
     max_new_tokens: int
-    temperature: float
+    temperature: float  # 0 is greedy
+    # The token that stops a sequence belongs to the sequence and has a log-probability.
     stop_token_ids: tuple[int, ...]
-    vocab_size: int = 2**31
-    seed: int | None = None
-    experts: ExpertLayout | None = None
-    first_route: int = 0
+    vocab_size: int = 2**31  # every token id is below it
+    seed: int | None = None  # of the request; None: the server's own
+    experts: ExpertLayout | None = None  # of the model, if routes are asked for (routes.py)
+    first_route: int = 0  # the first token whose route is asked for
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -78,24 +69,16 @@ def sampling_params(rollout: RolloutConfig, tokenizer: Tokenizer) -> SamplingPar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationChunk:
-    """The tokens that one request generated.
+    """The tokens that one request generated."""
 
-    Args:
-        tokens: int32 [n].
-        logprobs: float32 [n], NaN where the server had none.
-        versions: int32 [n], the weight version that sampled each token.
-        finish_reason: `stop`, `length` or `abort`.
-        kv_version: the version when the request was sent: the oldest whose cached prefixes it
-            may have used.
-        routes: [r, layers, top_k] of the r tokens from `first_route` to the last but one of prompt
-            and answer. None if they were not asked for, or an abort came without them.
-    """
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
-    finish_reason: str
+    tokens: np.ndarray  # int32 [n]
+    logprobs: np.ndarray  # float32 [n], NaN where the server had none
+    versions: np.ndarray  # int32 [n], the weight version that sampled each token
+    finish_reason: str  # stop, length or abort
+    # The version when the request was sent: the oldest whose cached prefixes it may have used.
     kv_version: int = -1
+    # [r, layers, top_k] of the r tokens from `first_route` to the last but one of prompt and
+    # answer. None if they were not asked for, or an abort came without them.
     routes: np.ndarray | None = None
 
 
@@ -226,17 +209,16 @@ class SGLangClient:
         cache_key: str,
     ) -> GenerationChunk:
         """Continue `input_ids` (int32 [n]), with cached prefixes only of the same `cache_key`."""
-        sampling = {
-            "max_new_tokens": params.max_new_tokens,
-            "temperature": params.temperature,
-            "stop_token_ids": params.stop_token_ids,
-            "skip_special_tokens": False,
-            "sampling_seed": params.seed,
-        }
         body = {
             "rid": rid,
             "input_ids": input_ids.tolist(),
-            "sampling_params": sampling,
+            "sampling_params": {
+                "max_new_tokens": params.max_new_tokens,
+                "temperature": params.temperature,
+                "stop_token_ids": params.stop_token_ids,
+                "skip_special_tokens": False,
+                "sampling_seed": params.seed,
+            },
             "return_logprob": True,
             "extra_key": cache_key,
         }
@@ -244,11 +226,8 @@ class SGLangClient:
             body |= {"return_routed_experts": True, "routed_experts_start_len": params.first_route}
         max_bytes = max_generation_bytes(params, len(input_ids))
         raw = await self._request(server, "/generate", body, self._unbounded, max_bytes)
-
-        def parsed() -> GenerationChunk:
-            parse = partial(parse_generation, params=params, num_input=len(input_ids))
-            return _parsed(server, f"/generate ({rid})", raw, parse)
-
+        parse = partial(parse_generation, params=params, num_input=len(input_ids))
+        parsed = partial(_parsed, server, f"/generate ({rid})", raw, parse)
         # Routes are kilobytes for each token: a thread decodes them.
         return await asyncio.to_thread(parsed) if params.experts else parsed()
 

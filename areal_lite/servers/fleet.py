@@ -2,10 +2,9 @@
 
     Transcript -> Fleet (chooses servers) -> RequestGate (one completion) -> Client
 
-* A server has failed when its health check says so, which its own scheduler must answer, when its
-  connection breaks, when its answer is not exactly the expected one (client.py), or when it refuses
-  what another server accepts. A slow completion alone says nothing. It is marked unhealthy, so that
-  the process that started it replaces it.
+* A server has failed when its scheduler does not answer a health check, when its connection breaks,
+  when its answer is not exactly the expected one (client.py), or when it refuses what another
+  server accepts. It is marked unhealthy, so that the process that started it replaces it.
 * A completion is made of as many requests as it takes. After an abort (a push in mode `abort`) or
   the failure of its server, the prompt and the tokens so far are sent again with the rest of the
   budget. In the modes `in_place` and `retract` the server itself continues the request under the
@@ -93,11 +92,9 @@ class Session:
 def request_seed(run_seed: int, request: str) -> int:
     """Return the seed of a request by its name within the run: 63 bits, the same in every release.
 
-    A request is named by what it is for: `GROUP-SAMPLE-TURN` in training,
-    `evalVERSION-PROBLEM-SAMPLE-TURN` in an evaluation. A server with `server.deterministic` hashes
-    the seed with the position in the sequence and the token (MurmurHash3, `multinomial_with_seed`
-    in SGLang): a request that continues elsewhere continues the same stream of random numbers.
-    Without that setting SGLang ignores the seed.
+    A server with `server.deterministic` hashes the seed with the position in the sequence and the
+    token (MurmurHash3, `multinomial_with_seed` in SGLang): a request that continues elsewhere
+    continues the same stream of random numbers. Without that setting SGLang ignores the seed.
     """
     digest = hashlib.blake2b(f"{run_seed}/{request}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -267,14 +264,9 @@ class Fleet:
     """The servers of a run.
 
     `counts` counts `retries` (requests whose server failed or was not ready), and what
-    RequestGate counts. `taken_over` are servers that an earlier controller has used.
-
-    Args:
-        announced: returns the servers that are up.
-        on_change: called when servers come or go.
-        mark_unhealthy: called with a server that has failed and the reason.
-        health_interval_s: seconds between two health checks of a server.
-        seed: of the run; each request has one of its own.
+    RequestGate counts. `taken_over` are servers that an earlier controller has used. `announced`
+    returns the servers that are up, `on_change` is called when servers come or go, and
+    `mark_unhealthy` with a server that has failed and the reason. `seed` is that of the run.
     """
 
     def __init__(

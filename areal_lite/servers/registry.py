@@ -4,9 +4,8 @@
 asks the process that started it to replace it.
 
 The router chooses the least loaded server that is ready: whose version is the trainer's. One that
-starts late or comes back has older weights and is stale until the next push. One that failed is
-left out until another process is announced under its name. One whose announcement is withdrawn
-gets no new requests.
+starts late or comes back is stale until the next push. One that failed is left out until another
+process is announced under its name.
 """
 
 import json

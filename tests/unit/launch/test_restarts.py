@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from areal_lite.launch import local as module
 from areal_lite.launch.local import RESTARTS_LOG as LOG
 from areal_lite.launch.local import Restarts
 from areal_lite.launch.roles import ProcessFailed, RoleFailed, Roles
-from areal_lite.run_dir.resume import write_manifest
+from areal_lite.run_dir.resume import TRAINER_RUNS, write_manifest
 
 STEPS = 9
 
@@ -116,24 +117,32 @@ def test_a_killed_controller_starts_again_alone(tmp_path, slept) -> None:
     restarts = restarts_of(tmp_path)
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     failed = failure(tmp_path, code, "controller")
-    assert restarts.alone(failed)
-    restarts.prepare_controller(failed)
-    assert slept == [1.0]
+    started: list[tuple] = []
+    roles: Any = SimpleNamespace(
+        forget=lambda role: None, start_module=lambda *words: started.append(words)
+    )
+    restarts.replace_controller(failed, roles)
+    assert slept == [1.0] and started == [("controller", module.CONTROLLER, TRAINER_RUNS)]
     assert [(tmp_path / name).exists() for name in (*gone, *stay)] == [False] * 2 + [True] * 3
     for _ in range(4):
-        restarts.prepare_controller(failed)
+        restarts.replace_controller(failed, roles)
     with pytest.raises(RoleFailed, match="5 restarts within"):
-        restarts.prepare_controller(failed)
+        restarts.replace_controller(failed, roles)
 
 
 def test_what_takes_the_trainer_along_starts_again_with_it(tmp_path) -> None:
-    restarts = restarts_of(tmp_path)
-    assert not restarts.alone(failure(tmp_path, "raise KeyError('told the ranks')", "controller"))
-    assert not restarts.alone(killed(tmp_path)), "a rank"
+    roles: Any = None  # nothing is started
     config = TrainConfig(model="m", run_dir=str(tmp_path))
     config.buffer.replay.capacity = 10
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    assert not Restarts(config, tmp_path).alone(failure(tmp_path, code, "controller"))
+    for restarts, failed in (
+        (restarts_of(tmp_path), failure(tmp_path, "raise KeyError('told ranks')", "controller")),
+        (restarts_of(tmp_path), killed(tmp_path)),  # a rank
+        (Restarts(config, tmp_path), failure(tmp_path, code, "controller")),
+    ):
+        with pytest.raises(ProcessFailed) as raised_again:
+            restarts.replace_controller(failed, roles)
+        assert raised_again.value is failed
 
 
 def test_an_error_after_the_last_step_ends_the_run(tmp_path, slept) -> None:

@@ -70,7 +70,8 @@ def test_on_a_shared_gpu_the_server_is_ready_before_the_trainer_starts(
     monkeypatch.setattr(local, "train_pool", lambda *_: enter(Pool()))
     monkeypatch.setattr(local, "Roles", lambda *_: enter(FakeRoles()))
     gpus = Placement(["0"], [["0" if shared else "1"]])
-    local._train_with_restarts(TrainConfig(model="m", run_dir=str(tmp_path)), tmp_path, gpus, None)
+    monkeypatch.setattr(local, "place_run", lambda _: gpus)
+    local.train(TrainConfig(model="m", run_dir=str(tmp_path)), tmp_path)
     assert log[0] == ("server ready" if shared else "trainer starts")
 
 
