@@ -22,8 +22,7 @@ class CorrectionConfig:
     )
     level: str = setting(
         "token",
-        "What has one w: a token, or a sequence by the geometric mean or the product of its "
-        "tokens' weights.",
+        "What has one w: a token, or a sequence by the mean or the product of its weights.",
         choices=("token", "geometric", "product"),
     )
     cap: float = setting(5.0, "Upper bound of w.", within=(1, 1e6))
@@ -41,9 +40,7 @@ class AdvantageConfig:
         choices=("grpo", "rloo", "reinforce_pp", "gae", "off"),
     )
     mean: str = setting(
-        "group",
-        "grpo: baseline, the mean of the group or of the batch.",
-        choices=("group", "batch"),
+        "group", "grpo: whose mean reward is the baseline.", choices=("group", "batch")
     )
     std: str = setting(
         "group",
@@ -66,8 +63,7 @@ class ShapingConfig:
     )
     overlong_margin: int = setting(
         0,
-        "Within this many tokens of rollout.max_new_tokens a penalty grows linearly from 0 to 1. "
-        "0: no penalty.",
+        "Last tokens before rollout.max_new_tokens, in which a penalty grows to 1. 0: no penalty.",
         within=(0, MAX_TOKENS),
     )
     mask_truncated: bool = setting(
@@ -137,13 +133,11 @@ class AlgoConfig:
     entropy_coef: float = setting(0.0, "Coefficient of the entropy bonus.", within=(0, 100))
     routing_replay: bool = setting(
         False,
-        "Mixture of experts: the trainer computes each token with the experts that the server "
-        "chose for it. They take a byte each, in every layer, for every token.",
+        "Mixture of experts: the trainer computes each token with the server's experts for it.",
     )
     reference: str | None = setting(
         None,
-        "Hugging Face checkpoint folder of the reference policy: a teacher, or ${model}. It may be "
-        "of another size than the model, with the same tokens.",
+        "Checkpoint folder of the reference policy: a teacher with the same tokens, or ${model}.",
     )
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)

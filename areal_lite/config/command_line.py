@@ -38,8 +38,7 @@ def config_dir() -> Path:
 def _register(command: str) -> DictConfig:
     """Register the schema of `command` with Hydra, once per process, and return it.
 
-    conf/COMMAND.yaml, if there is one, extends it under the name COMMAND_schema. Hydra copies every
-    registered schema at each composition, so only what is used is registered. The resolver
+    conf/COMMAND.yaml, if there is one, extends it under the name COMMAND_schema. The resolver
     `${token:}` makes a random key.
     """
     OmegaConf.register_new_resolver(

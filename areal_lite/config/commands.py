@@ -30,40 +30,24 @@ SEED_HELP = "Seed of everything that is random and has no seed of its own."
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """An option of a command, which calls another function with the same settings.
+    """An option of a command, which calls another function with the same settings."""
 
-    Args:
-        entry: as in `Command`. Empty: the entry point `extensions.MODES` with the option's name.
-        does: its help.
-        settings: overrides in front of the user's.
-    """
-
-    entry: str = ""
-    does: str
-    settings: tuple[str, ...] = ()
+    entry: str = ""  # as in `Command`; empty: the entry point of `extensions.MODES` with its name
+    does: str  # its help
+    settings: tuple[str, ...] = ()  # overrides in front of the user's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command of `areal-lite`. A function is named as `module:function`, and imported late.
+    """A command of `areal-lite`. A function is named as `module:function`, and imported late."""
 
-    Args:
-        schema: the dataclass of its settings.
-        entry: the function that runs it, called as f(config) -> exit status.
-        does: its help, one line.
-        check: called as f(config) beforehand. It raises ValueError for what cannot work here.
-        adapt: called as f(overrides) -> overrides, which are put in front of the user's.
-        words: the setting that words without `=` set, and how the help shows them.
-        modes: options by their flags.
-    """
-
-    schema: type
-    entry: str
-    does: str
-    check: str = ""
-    adapt: str = ""
-    words: tuple[str, str] | None = None
-    modes: dict[str, Mode] = field(default_factory=dict)
+    schema: type  # the dataclass of its settings
+    entry: str  # runs it, called as f(config) -> exit status
+    does: str  # its help, one line
+    check: str = ""  # called as f(config) beforehand; ValueError for what cannot work here
+    adapt: str = ""  # called as f(overrides) -> overrides in front of the user's
+    words: tuple[str, str] | None = None  # the setting of words without `=`, and its help
+    modes: dict[str, Mode] = field(default_factory=dict)  # options by their flags
 
     def written(self, name: str) -> str:
         """Write the start of its command line. A stage of a command is a module."""
@@ -128,21 +112,19 @@ class ClusterConfig:
     gpus_per_node: int = setting(8, "GPUs of a node. 0: nodes without GPUs.", within=(0, 1024))
     trainer_nodes: int | None = setting(
         None,
-        "The first nodes, which hold the trainer; the others hold the servers. null: as many as "
-        "the trainer's ranks need. A single node holds both.",
+        "Nodes of the trainer; the others hold the servers. null: as many as its ranks need.",
         within=(1, 10_000),
     )
     time: str = setting("24:00:00", "Time limit of the job, as Slurm writes it.")
     stop_before_s: int = setting(
         600,
-        "This many seconds before the time limit the trainer finishes its step and saves a "
+        "Seconds before the time limit at which the trainer finishes its step and saves a "
         "checkpoint, and the job is queued again. 0: the job just ends.",
         within=(0, WEEK_S),
     )
     chain: int = setting(
         1,
-        "More than 1: submit this many jobs, each to start when the previous one has ended, "
-        "instead of one job that is queued again.",
+        "More than 1: submit so many jobs, one after the other, instead of one that is requeued.",
         within=(1, 1000),
     )
     job_name: str = setting("areal_lite", "Name of the job.")
@@ -153,8 +135,7 @@ class ClusterConfig:
     container: str = setting("none", "Container runtime.", choices=("none", "pyxis", "apptainer"))
     image: str | None = setting(None, "Image of the container.")
     mounts: list[str] = setting(
-        [],
-        "Folders mounted into the container besides the working directory: FOLDER or FOLDER:WHERE.",
+        [], "Further folders mounted into the container: FOLDER or FOLDER:WHERE."
     )
     python: str | None = setting(
         None, "Python interpreter. null: the interpreter that submits, or python3 in a container."

@@ -79,14 +79,11 @@ class EvalConfig:
     )
     every: int = setting(
         0,
-        "Steps between evaluations. 0: only before and after training. With sync.every, the first "
-        "push from then on is evaluated.",
+        "Steps between evaluations, each at the next push. 0: only before and after training.",
         within=(0, MAX_COUNT),
     )
     samples: int = setting(
-        1,
-        "Completions of each problem sampled at rollout.temperature, besides a greedy one.",
-        within=(0, 10_000),
+        1, "Sampled completions of each problem, besides a greedy one.", within=(0, 10_000)
     )
     sets: list[str] = setting(
         [], "More sets of held-out problems: .jsonl files, or names and folders as in data.path."

@@ -4,7 +4,6 @@
     class TrainerConfig:
         lr: float = setting(1e-4, "Learning rate.", above=0, maximum=1)
 
-`check_fields`, `areal-lite COMMAND --help` and docs/configuration.md all read this metadata.
 `null` (None) is allowed where the field's type says so. Every number has two bounds, so NaN and
 infinities are never accepted. An upper bound stops a slip of the keyboard, not an experiment.
 """
@@ -93,11 +92,9 @@ def setting(
     within: tuple[float, float] | None = None,
     **bounds: float,
 ) -> Any:
-    """Declare a dataclass field. A list or dict default is copied for each instance.
+    """Declare a dataclass field; its default is `MISSING` for a required key.
 
     Args:
-        default: the value when the user gives none; `MISSING` for a required key.
-        help: what the setting is, with its unit, in sentences.
         choices: the allowed strings. Empty: any value of the field's type.
         importable: allow `module:name` besides the choices.
         within: the least and the largest value.

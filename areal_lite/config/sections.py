@@ -5,16 +5,12 @@ from typing import Any
 
 from areal_lite.config.fields import MAX_COUNT, MAX_TOKENS, SECONDS, WEEK_S, setting
 
+MAX_PROMPTS = 10_000  # that a replay buffer keeps
+# Settings of other systems that sample from a part of the vocabulary, and why they are refused.
+TRUNCATED_SAMPLING = ("top_p", "top_k", "min_p")
 WHOLE_VOCABULARY = (
     "tokens must be sampled from the whole vocabulary, because the trainer's log-probs are of it"
 )
-"""Why the settings in TRUNCATED_SAMPLING are refused."""
-
-MAX_PROMPTS = 10_000
-"""Prompts that a replay buffer keeps."""
-
-TRUNCATED_SAMPLING = ("top_p", "top_k", "min_p")
-"""Settings of other systems that sample from a part of the vocabulary."""
 
 
 @dataclass
@@ -30,16 +26,14 @@ class ServerConfig:
     tensor_parallel: int = setting(1, "GPUs of each server.", within=(1, 1024))
     host: str = setting(
         "127.0.0.1",
-        "Address to listen on. `node` is this machine's own address, which the controller then "
-        "uses too: for runs on several machines.",
+        "Address to listen on. `node`: this machine's own, for runs on several machines.",
     )
     port: int = setting(0, "Port of the first server. 0 picks free ports.", within=(0, 65535))
     api_key: str | None = setting(None, "Required unless server.host is a loopback address.")
     deterministic: bool = setting(
         False,
-        "Give a request the same tokens whatever else the server runs, and on every server: "
-        "seeded sampling and batch-invariant arithmetic. With schedule=sync a run can then be "
-        "repeated and resumed bit for bit.",
+        "Give a request the same tokens whatever else the server runs, and on every server. With "
+        "schedule=sync a run can then be repeated and resumed bit for bit.",
     )
     start_timeout_s: float = setting(
         600.0, "Longest time that a server may take to start, in seconds.", within=SECONDS
@@ -74,10 +68,9 @@ class SyncConfig:
     transport: str = setting(
         "auto",
         "distributed: an NCCL or Gloo broadcast. adapters: a broadcast of the adapters of "
-        "trainer.lora alone, which each server adds to the weights of its checkpoint; it reads "
-        "them within the pause. memory: memory that the trainer shares with servers, or a copy of "
-        "it on their machine; without GPUs. disk: files in a folder. auto: memory without GPUs, "
-        "else distributed.",
+        "trainer.lora alone, which each server adds to the weights of its checkpoint. memory: "
+        "memory that trainer and servers share, without GPUs. disk: files in a folder. auto: "
+        "memory without GPUs, else distributed.",
         choices=("auto", "distributed", "adapters", "memory", "disk"),
     )
     disk_path: str | None = setting(
@@ -89,8 +82,7 @@ class SyncConfig:
     timeout_s: float = setting(
         120.0,
         "Longest time for an answer of a server or the controller, in seconds. A server that "
-        "is silent for half of it outside a push has failed. One without a GPU may compute for "
-        "many seconds before it answers.",
+        "is silent for half of it outside a push has failed.",
         within=SECONDS,
     )
 
@@ -118,8 +110,7 @@ class RestartConfig:
     hang_timeout_s: float = setting(
         1800.0,
         "A process without a heartbeat for this many seconds hangs, and is replaced. It must be "
-        "longer than sync.timeout_s, a microbatch, loading the model and writing a checkpoint. A "
-        "process that was stopped by a signal (SIGSTOP) is replaced after a sixtieth of it.",
+        "longer than sync.timeout_s, a microbatch, loading the model and writing a checkpoint.",
         within=(1, WEEK_S),
     )
 
@@ -177,7 +168,7 @@ class ReplayConfig:
     )
     recency_probability: float = setting(
         0.5,
-        "Probability that a group of the batch is the newest one. Otherwise it is drawn from all.",
+        "Probability that a group of the batch is the newest one, not one drawn from all.",
         within=(0, 1),
     )
 
@@ -188,20 +179,18 @@ class BufferConfig:
 
     max_staleness: int = setting(
         4,
-        "Largest staleness of a token, in training steps (eta). 0: generation and training take "
-        "turns.",
+        "Largest staleness of a token, in steps (eta). 0: generation and training take turns.",
         within=(0, MAX_COUNT),
     )
     overdue: str = setting(
         "mask",
-        "When a batch is made with staler tokens: mask them, or drop the group and ask its "
-        "prompt again.",
+        "What happens to staler tokens: mask them, or drop the group and ask its prompt again.",
         choices=("mask", "drop"),
     )
     window: int | None = setting(
         None,
-        "How many younger groups may pass a group that still runs. The next batch then waits for "
-        "it, so no token is overdue. 0: first in, first out. null: no limit.",
+        "How many younger groups may pass a group that still runs, until the next batch waits for "
+        "it. 0: first in, first out. null: no limit.",
         within=(0, MAX_COUNT),
     )
     replay: ReplayConfig = field(default_factory=ReplayConfig)
@@ -214,8 +203,7 @@ class StoreConfig:
     max_gib: float | None = setting(
         50.0,
         "Largest size of the file. Beyond it, the oldest groups lose their tokens, log-probs and "
-        "texts, and their rows stay. Those that were used or that failed come last. What a resume "
-        "or a replay buffer needs is kept even so. null: no limit.",
+        "texts, except what a resume or a replay buffer needs. null: no limit.",
         within=(0.001, 1_000_000),
     )
 
@@ -253,9 +241,7 @@ class TrainerConfig:
     )
     pipeline_parallel: int = setting(1, "Ranks that share the layers.", within=(1, 1024))
     virtual_pipeline: int = setting(
-        1,
-        "Chunks of layers of each pipeline stage. More than 1 interleaves them.",
-        within=(1, 1024),
+        1, "Chunks of layers of each pipeline stage, interleaved.", within=(1, 1024)
     )
     context_parallel: int = setting(1, "Ranks that share each sequence.", within=(1, 1024))
     expert_parallel: int = setting(
@@ -264,9 +250,7 @@ class TrainerConfig:
         within=(1, 1024),
     )
     data_parallel: int = setting(
-        1,
-        "Ranks, or whole sets of the above, that each take a shard of the batch.",
-        within=(1, 1024),
+        1, "Sets of the above ranks that each take a shard of the batch.", within=(1, 1024)
     )
     recompute: str = setting(
         "none",
@@ -291,15 +275,13 @@ class TrainerConfig:
     optimizer: str = setting(
         "adam",
         "adam is AdamW. sgd has no momentum and does not rescale the gradient, so a smaller "
-        "gradient is a smaller step (trainer.clip_grad still bounds it). sgd needs no moments; in "
-        "bfloat16 every data-parallel rank has all master weights.",
+        "gradient is a smaller step; in bfloat16 every data-parallel rank has all master weights.",
         choices=("adam", "sgd"),
     )
     lr: float = setting(1e-4, "Learning rate.", above=0, maximum=1)
     lr_schedule: str = setting(
         "constant",
-        "Learning rate after the warm-up. wsd: constant, and in the last fifth of the updates a "
-        "linear decay.",
+        "Learning rate after the warm-up. wsd: constant, with a linear decay in the last fifth.",
         choices=("constant", "linear", "cosine", "wsd"),
     )
     lr_warmup_steps: int = setting(
