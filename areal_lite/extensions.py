@@ -33,8 +33,7 @@ TRANSPORTS = "areal_lite.transports"
 class Device(Protocol):
     """The parts of a device without CUDA. A module with these functions will do.
 
-    They return the environments of a trainer rank and of an SGLang server, the options of a server
-    by the names of its ServerArgs, and substitutions in Megatron-core's source
+    `server_flags` are named as in ServerArgs, and the substitutions are for Megatron-core's source
     (megatron/patches.py). `prepare_server` runs in a server's process before SGLang is imported,
     `install_kernels` replaces operators of the trainer (megatron/kernels.py).
     """

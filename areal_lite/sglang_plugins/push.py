@@ -8,20 +8,18 @@ A push of weights. Groups of other clients stay as SGLang made them:
 * Pauses in place with overlapped scheduling, SGLang's default on GPUs: a pause leaves one forward
   pass launched whose result is not processed yet. It may still read the weights, and with tensor
   parallelism its all-reduces could deadlock with the broadcast
-  (https://github.com/sgl-project/sglang/pull/22620). SGLang would also count the token that it
-  samples to the version that comes after it.
+  (https://github.com/sgl-project/sglang/pull/22620). SGLang would also count its token to the next
+  version.
 * Read-back: with AREAL_LITE_READBACK=1, every architecture answers `/get_weights_by_name`, with the
   names of the server's own parameters. Pushes are verified with it.
 
 Sampling, and SGLang's report about a sampled token:
 
 * Greedy requests change no other request's tokens under `server.deterministic`. SGLang takes greedy
-  for top-k sampling, and samples the whole batch from sorted probabilities. It then hashes the rank
-  of a token in place of the token: every other request gets other tokens for the same seed.
-* A retracted request returns the routes of its own forward passes. SGLang keeps routes beside the
-  KV cache, and a request that is retracted, by a push or for lack of memory, loses both. Its tokens
-  are computed again, perhaps by newer weights, and SGLang would return the routes of that
-  computation.
+  for top-k sampling, and samples the whole batch from sorted probabilities, where it hashes the
+  rank of a token in place of the token.
+* A retracted request returns the routes of its own forward passes. SGLang loses them with the KV
+  cache, computes the tokens again, perhaps by newer weights, and would return those routes.
 """
 
 from __future__ import annotations
@@ -213,14 +211,10 @@ def _tag_pending_tokens(original: Callable, self: Any, new_version: str | None) 
 class AdaptedWeights:
     """W + SCALE * B A of every adapted weight of a bucket, computed when it is asked for.
 
-    W is from the server's checkpoint, from which the trainer started, too. A server holds one sum
-    at a time. It has the dtype of A, is computed in float32 and rounded once. Raises ValueError,
-    before anything is loaded, for tensors that do not fit the checkpoint.
-
-    Args:
-        tensors: A [rank, in] and B [out, rank] of each weight, in any order, named as in PEFT.
-        folder: the server's checkpoint.
-        scale: alpha / rank.
+    W is from the server's checkpoint in `folder`, from which the trainer started, too. `tensors`
+    are A [rank, in] and B [out, rank] of each weight, named as in PEFT; `scale` is alpha / rank. A
+    server holds one sum at a time, of the dtype of A, computed in float32 and rounded once. Raises
+    ValueError, before anything is loaded, for tensors that do not fit the checkpoint.
     """
 
     def __init__(self, tensors: list[Named], folder: str, scale: float):

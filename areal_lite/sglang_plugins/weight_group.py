@@ -78,10 +78,8 @@ def connect(address: str, port: int, limit: timedelta) -> TCPStore:
 class GroupMember:
     """A rank that has joined a weight group. NCCL's communicator is connected already.
 
-    Args:
-        store: a connection of its own to the store of the group.
-        backend: `nccl` for tensors on the current GPU, or `gloo`.
-        limit: how long joining and leaving may take.
+    store: a connection of its own to the store of the group; backend: `nccl` for tensors on the
+    current GPU, or `gloo`; limit: how long joining and leaving may take.
     """
 
     def __init__(

@@ -2,8 +2,7 @@
 
 A process says which phase it is in (`enter`) and that it makes progress (`beat`), in a file that
 the supervisor names in the environment: its text is the phase, its modification time that of the
-newest heartbeat. Without a supervisor nothing is written. On SIGUSR2 a process prints the Python
-stacks of all its threads to its log, even while it waits for a lock or inside a library.
+newest heartbeat. On SIGUSR2 a process prints the Python stacks of all its threads to its log.
 """
 
 import faulthandler

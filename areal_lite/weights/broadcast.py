@@ -1,9 +1,8 @@
 """The `distributed` transport: buckets of weights are broadcast over a process group.
 
 Rank 0 is trainer rank 0, and every rank of every server comes after it. A server joins and receives
-when an HTTP request tells it to. The request and the collective wait for each other, so the
-collective runs on a thread of its own while the HTTP answers are watched. Otherwise a server that
-refuses would leave rank 0 in the broadcast without end.
+when an HTTP request tells it to. The collective runs on a thread of its own while the HTTP answers
+are watched. Otherwise a server that refuses would leave rank 0 in the broadcast without end.
 
 When one server fails in a collective, all others fail with it. At the first failure, or when it
 takes too long, rank 0 gives up and closes the store of the group, which tells the servers to give
@@ -201,7 +200,14 @@ class WeightGroup:
         )
 
         # Step 2: tell the servers to join.
-        calls = self._start_joining(address, port, world, backend)
+        calls, rank = [], 1
+        body = {"master_address": address, "master_port": port, "world_size": world}
+        body |= {"group_name": name, "backend": backend}
+        for server in servers:
+            own = {**body, "rank_offset": rank}
+            path = "/init_weights_update_group"
+            calls.append(start_post(server, path, own, self._call_timeout_s))
+            rank += server.tensor_parallel
 
         # Step 3: join, over another connection to the store, as the servers do: closing the store
         # then ends the wait of all members that still join.
@@ -211,23 +217,6 @@ class WeightGroup:
             lambda: GroupMember(store, backend, world=world, rank=0, name=name, limit=limit)
         )
         self._wait_together(self._member, calls, f"joining weight group {name}")
-
-    def _start_joining(self, address: str, port: int, world: int, backend: str) -> list[Future]:
-        calls = []
-        rank = 1
-        for server in self.servers:
-            body = {
-                "master_address": address,
-                "master_port": port,
-                "rank_offset": rank,
-                "world_size": world,
-                "group_name": self._name,
-                "backend": backend,
-            }
-            path = "/init_weights_update_group"
-            calls.append(start_post(server, path, body, self._call_timeout_s))
-            rank += server.tensor_parallel
-        return calls
 
     def send(self, bucket: FlatBucket, options: dict[str, Any]) -> None:
         """Broadcast one bucket; `options` are further fields of SGLang's request."""

@@ -6,13 +6,11 @@
     resume       the servers continue: the pause window ends
     pushed       the controller learns which servers have the version, and opens admission for it
 
-* Only the pause window costs generation. Whatever can be done before it is done before it: the
-  first bucket is gathered and flattened, a `disk` checkpoint is written, the weights in `memory`
-  are written and checked.
+* Only the pause window costs generation, so whatever can be done before it is done before it.
 * A server that fails leaves the push. The others take the same bucket again, which is harmless,
   and the push goes on.
-* After a push every remaining server holds exactly one version. Perhaps no server remains. A
-  server that comes back is stale until `push_stale` brings it to the current version.
+* After a push every remaining server, if any, holds exactly one version. A server that comes back
+  is stale until `push_stale` brings it to the current version.
 
 The ways of the weights, `sync.transport`:
 
@@ -69,8 +67,7 @@ class Transport(Protocol):
     ) -> None:
         """Give the weights to the servers, and pause them as shortly as can be.
 
-        apart: whether these are only the servers that missed a push. What connects the trainer with
-        the others stays as it is.
+        apart: these are only the servers that missed a push; connections with others stay.
         """
         ...
 
@@ -107,8 +104,7 @@ def make_transport(config: TrainConfig, device: torch.device, run_dir: Path) -> 
 class Folder:
     """The checkpoints of one trainer, in a folder of its own under `root`.
 
-    On one machine a folder on tmpfs makes it a memory copy. `model` is the folder of the initial
-    checkpoint, for its config.json.
+    `model` is the folder of the initial checkpoint, for its config.json.
     """
 
     def __init__(self, root: Path, model: Path):
@@ -155,13 +151,10 @@ class Folder:
 class Pusher:
     """The pushes of one trainer rank. Every rank makes the same calls in the same order.
 
-    Ranks other than 0 only give their shards of the weights to rank 0.
-
-    weights: the WeightStream that is pushed, which may be one of adapters.
-    servers: those that have the version of the last push; None before the first one, when all
-        announced servers have version 0.
+    Ranks other than 0 only give their shards of `weights`, a WeightStream, to rank 0.
     """
 
+    # Those that have the version of the last push. None before it: all that are announced.
     servers: list[ServerInfo] | None = None
 
     def __init__(self, weights):
@@ -186,12 +179,10 @@ class Pusher:
 def make_pusher(
     policy, controller, config: TrainConfig, run_dir: Path, *, servers_stale: bool
 ) -> Pusher:
-    """Build the pusher of this rank.
+    """Build the pusher of this rank, for the weights of `policy`.
 
-    Args:
-        policy: the Policy whose weights are pushed.
-        controller: the ControllerClient on rank 0, None on other ranks.
-        servers_stale: whether the trainer resumes at a later version than the servers start with.
+    controller: the ControllerClient on rank 0, None on other ranks; servers_stale: whether the
+    trainer resumes at a later version than the servers start with.
     """
     weights = policy.adapters if config.sync.transport == "adapters" else policy.weights
     if controller is None:
