@@ -167,12 +167,11 @@ def _centred(rewards: Tensor, weights: Tensor, group: Tensor, count: Tensor) -> 
 def optimal_baseline(rewards: Tensor, group_ids: Tensor, squared_norms: Tensor) -> Tensor:
     """Compute the baseline of least variance, sum_i q_i r_i / sum_i q_i over the group: float [n].
 
-    q_i is the squared norm of what trajectory i adds to the gradient per unit of advantage. If the
-    gradients of its tokens' log-probs were orthogonal and equally long, q_i would be proportional
-    to the sum of w_t^2 over its tokens: its length without weights (OPO, arXiv 2505.23585), or
-    w_i^2 times its length with one weight per sequence (OPOB of VCPO, arXiv 2602.17616, which
-    measures norms). squared_norms: float [n] >= 0, q up to a factor; the baseline is 0 where all
-    are 0.
+    q_i is the squared norm of what trajectory i adds to the gradient per unit of advantage. With
+    orthogonal and equally long gradients of tokens it is proportional to the sum of w_t^2: the
+    length without weights (OPO, arXiv 2505.23585), or w_i^2 times the length (OPOB of VCPO, arXiv
+    2602.17616, which measures norms). squared_norms: float [n] >= 0, q up to a factor; the baseline
+    is 0 where all are 0.
     """
     _, group = torch.unique(group_ids, return_inverse=True)
     sums = rewards.new_zeros(2, count_ids(group))
@@ -202,8 +201,6 @@ def reinforce_plus_plus(
 
     Token returns G_t = r_t + gamma G_{t+1}, whitened over the unmasked tokens of all ranks
     (arXiv 2501.03262v9, eq. 4 and 5). The rewards come from `token_rewards`, with the KL term.
-    The variant with a group baseline (eq. 6 and 7) is
-    `whiten(grpo(r, groups, divide_by_std=False)[sequence_ids], moments(...), mask=mask)`.
     """
     returns = torch.zeros_like(rewards)
     returns[mask] = discounted_sum(rewards[mask], sequence_ids[mask], gamma)

@@ -74,8 +74,7 @@ def behavior_weight(
 
     Both are detached, and the weight is 0 outside that mask. Masked tokens and tokens without a
     finite behavior log-prob do not contribute to a sequence's weight. The loss's denominator stays
-    the number of tokens in `finite_mask`: a rejected token does not make the others count more. To
-    reject at one level and weigh at another, call twice and pass on the first mask.
+    the number of tokens in `finite_mask`: a rejected token does not make the others count more.
 
     Args:
         prox, behavior: float [t], lp_prox and lp_behav of the module
@@ -111,8 +110,7 @@ def sample_sums(
     """Sum what the effective sample size of tokens or sequences needs, as `level` weighs them.
 
     Returns `samples` and the sums of their unbounded weights and squared weights, float64 scalars
-    that add up over microbatches and ranks; see `algo.metrics.effective_sample_size`. `mask` leaves
-    out tokens without a finite behavior log-prob.
+    that add up; see `algo.metrics.effective_sample_size`. `mask`: with finite behavior log-probs.
     """
     log_weight = torch.where(mask, prox - behavior, torch.zeros_like(prox)).double()
     present = mask

@@ -10,10 +10,9 @@ ranks and microbatches:
 
 * A call takes the tokens of one microbatch and the global N, and returns that microbatch's share.
   Shares add up, however tokens were packed.
-* Every loss has two forms. Decoupled: the ratio is to the proximal policy, and w corrects for the
-  behavior policy. Naive (`decoupled=False`): the ratio is to the behavior policy, and w = 1.
+* Decoupled, the ratio is to the proximal policy, and w corrects for the behavior policy. Naive
+  (`decoupled=False`), the ratio is to the behavior policy, and w = 1.
 * Other means than that over tokens are weights (sequences.py).
-* `value_loss` is the critic's. `kl_loss` and `entropy_loss` are terms beside the policy loss.
 
 With d = lp_theta - lp_ref at tokens that were sampled from the policy, these estimate
 KL(theta || ref) (Schulman, "Approximating KL divergence", 2020):
@@ -74,12 +73,10 @@ class LossOutput(NamedTuple):
 
 
 class _Corrected(NamedTuple):
-    """Usable tokens, their log-ratio (0 where masked), w, and the tokens that w leaves in."""
-
-    mask: Tensor
-    log_ratio: Tensor
-    weight: Tensor
-    kept: Tensor
+    mask: Tensor  # of usable tokens
+    log_ratio: Tensor  # 0 where masked
+    weight: Tensor  # w
+    kept: Tensor  # the tokens that w leaves in
 
 
 def ppo_loss(
@@ -184,10 +181,9 @@ def gepo_loss(
     """Compute the loss of group expectation policy optimization (arXiv 2508.17850).
 
     PPO with s_i = p_i / E_q[q], where p_i is the geometric mean of the probabilities of sequence
-    i's tokens, and q_i the same of the behavior policy. The denominator is one for a whole group,
-    so it varies less than that of GSPO. With sequence-mean weights this is the mean over sequences
-    of the authors' code (yelurebajrang/HeteroRL_GEPO). Raises ValueError without sequence_ids and
-    group_log_q.
+    i's tokens, and q_i the same of the behavior policy. With sequence-mean weights this is the mean
+    over sequences of the authors' code (yelurebajrang/HeteroRL_GEPO). Raises ValueError without
+    sequence_ids and group_log_q.
     """
     tokens = _correct(inputs, decoupled=False, correction=SEQUENCE_CAP)
     if inputs.sequence_ids is None or inputs.group_log_q is None:

@@ -152,14 +152,10 @@ class OwnLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """The calls of a training step, in the order given above.
-
-    algo: the section `algo` of the configuration.
-    max_new_tokens: the longest completion.
-    """
+    """The calls of a training step, in the order given above."""
 
     algo: AlgoConfig
-    max_new_tokens: int
+    max_new_tokens: int  # of a completion
 
     @property
     def needs_reference(self) -> bool:
@@ -224,23 +220,18 @@ class Objective:
     ) -> LossOutput:
         """Compute one microbatch's share of the loss, and metrics that add up over microbatches.
 
-        Args:
-            batch: the batch of the step
-            update: the totals of the update that the microbatch belongs to
-            index: int64 [t], the tokens of the microbatch, in whole sequences
-            logprobs, entropy: float [t], under the weights being trained, with gradient; entropy is
-                that of the next-token distribution
+        batch: of the step; update: to which the microbatch belongs; index: int64 [t], its tokens,
+        in whole sequences; logprobs, entropy: float [t], under the weights being trained, with
+        gradient, the entropy of the next-token distribution.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyObjective(Objective):
-    """A policy loss of log-prob ratios and advantages, plus KL and entropy terms.
+    """A policy loss of log-prob ratios and advantages, plus KL and entropy terms."""
 
-    policy_loss: a function of losses.py with its settings bound, or a loss of your own.
-    """
-
+    # A function of losses.py with its settings bound, or a loss of your own.
     policy_loss: Callable[[LossInputs], LossOutput] | OwnLoss
 
     @property
@@ -273,7 +264,12 @@ class PolicyObjective(Objective):
                 by_token = advantages.token_rewards(
                     rewards, mask, batch.sequence_ids, divergence=divergence, beta=kl.coef
                 )
-                self._set_token_advantages(batch, by_token, reduce)
+                if advantage.estimator == "gae":
+                    batch.advantages, batch.returns = self._gae(batch, by_token)
+                else:
+                    batch.advantages = advantages.reinforce_plus_plus(
+                        by_token, mask, batch.sequence_ids, gamma=advantage.gamma, reduce=reduce
+                    )
             case _:  # off
                 batch.advantages = torch.zeros_like(batch.behavior)
         if advantage.whiten:
@@ -288,23 +284,17 @@ class PolicyObjective(Objective):
             divergence = kl_estimate(batch.prox, batch.reference, mask, estimator="k1")
             batch.advantages = batch.advantages - kl.coef * divergence
 
-    def _set_token_advantages(self, batch: FlatBatch, rewards: Tensor, reduce: Reduce) -> None:
-        """Set advantages, and returns with `gae`, from rewards of tokens, float [T]."""
-        settings, mask, ids = self.algo.advantage, batch.mask, batch.sequence_ids
-        if settings.estimator == "reinforce_pp":
-            batch.advantages = advantages.reinforce_plus_plus(
-                rewards, mask, ids, gamma=settings.gamma, reduce=reduce
-            )
-            return
-        batch.advantages, batch.returns = advantages.gae(
-            rewards,
-            batch.values,
-            mask,
-            ids,
-            gamma=settings.gamma,
-            lam=settings.lam,
-            bootstrap=_values_after_truncation(batch),
-        )
+    def _gae(self, batch: FlatBatch, rewards: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute advantages and returns from rewards of tokens: float [T] each.
+
+        The token limit is not a property of the task, so a truncated sequence is worth what would
+        have followed (arXiv 1712.00378, section 4): the value of the state in which it was cut off.
+        """
+        settings, ids = self.algo.advantage, batch.sequence_ids
+        first = torch.searchsorted(ids, torch.arange(len(batch.truncated), device=ids.device))
+        after = torch.where(batch.truncated, batch.values[first], 0.0)
+        discounts = {"gamma": settings.gamma, "lam": settings.lam}
+        return advantages.gae(rewards, batch.values, batch.mask, ids, **discounts, bootstrap=after)
 
     def trains_on(self, batch: FlatBatch) -> Tensor:
         """Leave out sequences without an advantage, such as sequences of a group of equal rewards.
@@ -376,13 +366,9 @@ class PolicyObjective(Objective):
             weights=weights,
         )
         if self._kl_in_loss:
-            correction = vars(correction_of(self.algo.correction))
+            settings = {"sequence_ids": tokens.sequence_ids, **vars(self.algo.correction)}
             inputs.corrected = behavior_weight(
-                tokens.prox,
-                tokens.behavior,
-                tokens.mask,
-                sequence_ids=tokens.sequence_ids,
-                **correction,
+                tokens.prox, tokens.behavior, tokens.mask, **settings
             )
         return inputs
 
@@ -415,7 +401,7 @@ def _finite(tokens: FlatBatch) -> FlatBatch:
 
 def correction_of(settings: CorrectionConfig) -> Correction:
     """Convert the section `algo.correction` of the configuration."""
-    return Correction(mode=settings.mode, cap=settings.cap, low=settings.low, level=settings.level)
+    return Correction(**vars(settings))
 
 
 def _relative_to_group(
@@ -436,17 +422,6 @@ def _relative_to_group(
         batch_mean=whole_batch if advantage.mean == "batch" else None,
         batch_std=whole_batch if advantage.std == "batch" else None,
     )
-
-
-def _values_after_truncation(batch: FlatBatch) -> Tensor:
-    """Return the value of the state in which each sequence was cut off: float [n], else 0.
-
-    The token limit is not a property of the task, so a truncated sequence is worth what would have
-    followed (arXiv 1712.00378, section 4).
-    """
-    sequences = torch.arange(len(batch.truncated), device=batch.sequence_ids.device)
-    first = torch.searchsorted(batch.sequence_ids, sequences)
-    return torch.where(batch.truncated, batch.values[first], 0.0)
 
 
 def denominator(batch: FlatBatch, token_index: Tensor, *, mode: str, reduce: Reduce) -> float:
@@ -513,10 +488,10 @@ def batch_metrics(
 
 def _two_causes(tokens: list[float], square: list[float]) -> dict[str, float]:
     """Split the mean square of log-ratios, given counts and sums by staleness."""
-    if not tokens[0]:
-        return {}
-    mismatch, older = square[0] / tokens[0], sum(tokens[1:])
-    if not older:
-        return {"mismatch_square": mismatch}
-    stale = max(sum(square[1:]) / older - mismatch, 0.0)
-    return {"mismatch_square": mismatch, "stale_square": stale}
+    causes = {}
+    if tokens[0]:
+        causes["mismatch_square"] = square[0] / tokens[0]
+        if older := sum(tokens[1:]):
+            stale = sum(square[1:]) / older - causes["mismatch_square"]
+            causes["stale_square"] = max(stale, 0.0)
+    return causes

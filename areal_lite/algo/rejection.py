@@ -24,8 +24,8 @@ Levels, the unit that is rejected when its distance is above a bound or below an
                  below the bound: of `square`, the mask of M2PO
 
 With `outward`, only tokens that the update would move further away can be rejected: A d > 0, where
-A is the advantage (DPPO; so does M2PO's code, Infini-AI-Lab/M2PO). A rejected token has no share in
-the loss and none in the weight of its sequence. The denominator counts it, as in correction.py.
+A is the advantage (DPPO; so does M2PO's code, Infini-AI-Lab/M2PO). The denominator counts a
+rejected token, as in correction.py.
 """
 
 import math
@@ -97,9 +97,8 @@ def accepted(
 ) -> Tensor:
     """Return the unmasked tokens that are not rejected, bool [t].
 
-    mask: bool [t], without tokens that have no finite behavior log-prob; sequence_ids: int [t], of
-    whole sequences with level `sequence`; advantages: float [t], for `outward`; limit: from
-    `batch_limit`, for level `batch`.
+    mask: bool [t], without tokens that have no finite behavior log-prob; sequence_ids: int [t];
+    advantages: float [t]; limit: from `batch_limit`, for level `batch`.
     """
     if rejection.by is None:
         return mask

@@ -68,9 +68,8 @@ def discounted_sum(values: Tensor, sequence_ids: Tensor, discount: float) -> Ten
     """Sum backward with a discount, y_t = x_t + c y_{t+1}, within each sequence: float [t] -> [t].
 
     The tokens of a sequence stand side by side, in order. By doubling (Hillis and Steele, 1986):
-    after k passes y_t covers 2^k tokens, and a pass adds c^(2^k) y_{t + 2^k}, until the longest
-    sequence is covered. A cumulative sum divided by powers of c would take one pass, but it
-    overflows after some hundred tokens.
+    after k passes y_t covers 2^k tokens. A cumulative sum divided by powers of c would take one
+    pass, but it overflows after some hundred tokens.
     """
     result = values.clone()
     reach = 1

@@ -15,13 +15,11 @@ policy sampled y_k (VarGrad, arXiv 2010.10436):
 
 * The gradient is -(2 / beta) mean_k A_k grad lp_theta(y_k), where A_k is R_k - beta KL_k less its
   group's mean. On-policy this is REINFORCE with a group baseline on a KL-shaped reward.
-* No importance weight appears.
 * The loss grows with (length / beta)^2: clip the gradient.
 * A group is the completions that carry one id and have an unmasked token. A completion that is
   alone in its group has loss 0.
-* The objective is about whole completions. A mask that hides a part of one changes the objective.
-  A completion is all that the policy wrote in an episode, whose traces may be in several
-  microbatches.
+* A completion is all that the policy wrote in an episode, whose traces may be in several
+  microbatches. A mask that hides a part of one changes the objective.
 """
 
 from dataclasses import dataclass

@@ -5,11 +5,9 @@ To add one:
 1. Add an entry to `ARCHITECTURES`. A parameter that no other family has also needs its size in
    `tools/memory.py`.
 2. Add its name to the choices of `architecture` in `quickstart/command.py`, which makes tiny models
-   of it. Settings of its own go into `quickstart/make_model.py`. Then write
-   docs/configuration.md again: `python -m areal_lite.tools.reference > docs/configuration.md`.
+   of it, with settings of its own in `quickstart/make_model.py`. Write docs/configuration.md again.
 3. Add a model to `MODELS` and `RUNS` in tests/ranks/test_architectures.py, which compares it
-   with transformers, and a case to `test_supported` in test_hf_architectures.py. The tests that run
-   over `ARCHITECTURES`, such as test_hf_layouts.py, find it by themselves.
+   with transformers, and a case to `test_supported` in test_hf_architectures.py.
 4. Name it in README.md and in docs/training.md.
 
 Each kind of parameter knows its Hugging Face tensors (`names`; matrices are [out, in]), and
@@ -292,9 +290,12 @@ def check_supported(hf: PretrainedConfig, trainer: TrainerConfig) -> None:
             f"rope_parameters {rope} are not supported by the trainer:"
             " use rope_type default or llama3, over whole heads"
         )
+    window, layers = getattr(hf, "sliding_window", None), getattr(hf, "layer_types", None)
+    slides = window is not None and window < hf.max_position_embeddings
+    slides = slides and (layers is None or "sliding_attention" in layers)
     for name in ("sliding_window", "attention_bias", "mlp_bias", "quantization_config"):
         value = getattr(hf, name, None)
-        if _has_window(hf) if name == "sliding_window" else value:
+        if slides if name == "sliding_window" else value:
             raise ValueError(
                 f"{name}={value} is not supported by the trainer: use a checkpoint without it"
             )
@@ -303,16 +304,6 @@ def check_supported(hf: PretrainedConfig, trainer: TrainerConfig) -> None:
             f"hidden_act={hf.hidden_act} is not supported by the trainer: use a model with silu"
         )
     check_split(hf.to_dict(), trainer)
-
-
-def _has_window(hf: PretrainedConfig) -> bool:
-    window = getattr(hf, "sliding_window", None)
-    layers = getattr(hf, "layer_types", None)
-    return (
-        window is not None
-        and window < hf.max_position_embeddings
-        and (layers is None or "sliding_attention" in layers)
-    )
 
 
 def transformer_config(

@@ -1,7 +1,6 @@
 """Causal self-attention over packed sequences, with rotary embedding, as Megatron's core attention.
 
-`PackedSequences` is built once per microbatch and carries what every layer needs. Attention is
-computed in one of three ways:
+Attention is computed in one of three ways:
 
 * In half precision on a GPU: over the packed tokens, by PyTorch's FlashAttention 2.
 * By a kernel of the device over the packed tokens, where it has one that fits (kernels.py).

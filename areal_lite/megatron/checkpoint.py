@@ -7,11 +7,10 @@ positions of optimizer and schedule; and torch's random state and the caller's `
 * A folder has its final name only when every rank's part is in it and on disk. An interrupted save
   leaves a hidden folder, never a bad checkpoint.
 * The state is that of the moment of `save`, although it is written during training. A thread
-  on each rank writes a copy in host memory; training waits for the copy only, because writing
-  releases the interpreter's lock. Megatron would fork a process. That process would outlive a
-  killed trainer and write where the next trainer writes, and it could inherit locks held by the
-  threads of gloo, OpenMP and CUDA.
-* All ranks make the same calls, from the main thread. They agree on what is written there.
+  on each rank writes a copy in host memory; training waits for the copy only. Megatron would fork
+  a process, which would outlive a killed trainer and write where the next trainer writes, and
+  could inherit locks held by the threads of gloo, OpenMP and CUDA.
+* All ranks make the same calls, from the main thread.
 * A checkpoint is data: reading one never runs code that somebody put into it. torch unpickles its
   `.metadata`, and small objects beside the tensors. Only the classes that
   `torch.distributed.checkpoint` itself writes are allowed there.
@@ -230,10 +229,7 @@ def _opened(folder: Path) -> Iterator[None]:
 
 
 def _host_copy(request: AsyncRequest, parts: Mapping[str, TrainableModel]) -> list:
-    """Return Megatron's write buckets, in host memory and without tensors that change.
-
-    Sharded optimizer state is gathered, so it is in a state as a copy.
-    """
+    """Return Megatron's write buckets, in host memory and without tensors that change."""
     live = {
         tensor.untyped_storage().data_ptr()
         for part in parts.values()
@@ -322,21 +318,16 @@ def check_state(folder: Path, common: dict[str, Any], parts: Mapping[str, Traina
     if missing := parts.keys() - common.keys():
         raise ValueError(f"{folder}: this checkpoint holds no {', '.join(sorted(missing))}")
     for name, part in parts.items():
-        wrote, has = common[name]["optimizer_name"], part.config.optimizer
-        if wrote != has:
-            raise ValueError(
-                f"{folder}: the state of trainer.optimizer={has} cannot be read from a checkpoint "
-                f"of trainer.optimizer={wrote}: set it to {wrote}, or start a new run from the "
-                "checkpoint's weights (areal-lite export)"
-            )
         lora = part.config.lora
-        wrote, has = common[name]["lora"], asdict(lora) if lora.rank else None
-        if wrote != has:
-            raise ValueError(
-                f"{folder}: this checkpoint was written with trainer.lora={wrote or 'off'} and "
-                f"cannot be continued with {has or 'off'}: set the same, or start a new run from "
-                "the checkpoint's weights (areal-lite export)"
-            )
+        wrote = {"optimizer": common[name]["optimizer_name"], "lora": common[name]["lora"]}
+        has = {"optimizer": part.config.optimizer, "lora": asdict(lora) if lora.rank else None}
+        for key in wrote:
+            if wrote[key] != has[key]:
+                raise ValueError(
+                    f"{folder}: this checkpoint was written with trainer.{key}="
+                    f"{wrote[key] or 'off'} and cannot be continued with {has[key] or 'off'}: set "
+                    "the same, or start a new run from the checkpoint's weights (areal-lite export)"
+                )
 
 
 def _load_optimizer(optimizer: Any, state: Any) -> None:

@@ -179,8 +179,7 @@ class WeightStream:
 class AdapterStream(WeightStream):
     """Buckets of A [rank, in] and B [out, rank] of every adapted Hugging Face weight, on rank 0.
 
-    Both are in one bucket, A first. Projections that Megatron fuses share one A, so each of them
-    has a copy of it. All ranks construct the stream together.
+    Both are in one bucket, A first. Projections that Megatron fuses have a copy of one A.
     """
 
     def _parameters(self, chunks: Sequence[Backbone]) -> Iterator[tuple[str, torch.nn.Parameter]]:

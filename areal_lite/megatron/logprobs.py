@@ -89,7 +89,6 @@ def lm_logprobs(
         weight: [V / tp, h], this rank's rows of the output layer. Its gradient adds up in float32,
             under Megatron's DDP right in `main_grad`.
         targets: int64 [t], ids of the whole vocabulary.
-        temperature: divides the logits.
         group: the tensor-parallel ranks; None for a weight that is not split.
         vocab_size: ids from here on are padding and have probability 0.
         fp32: compute logits in float32, whatever the dtype of the weight (float64 stays).

@@ -48,20 +48,14 @@ if TYPE_CHECKING:
     from areal_lite.megatron.model import Backbone
 
 
-# Turns z into that of the output's tokens, for a layer whose outputs (0) or inputs (1) are split.
-_EXCHANGES = {
-    0: gather_from_sequence_parallel_region,
-    1: reduce_scatter_to_sequence_parallel_region,
-}
+# Turns z into that of the output's tokens, for a layer whose outputs or inputs are split.
+_EXCHANGES = (gather_from_sequence_parallel_region, reduce_scatter_to_sequence_parallel_region)
 
 
 class Adapter(torch.nn.Module):
-    """A and B beside one linear layer.
+    """A and B beside one linear layer, whose `weight` is W, [out, in] or this rank's part of it.
 
-    Args:
-        layer: whose `weight` is W, [out, in] or this rank's part of it.
-        lora: rank and alpha.
-        split: the dimension along which ranks split W: 0 its outputs, 1 its inputs.
+    split: the dimension along which ranks split W: 0 its outputs, 1 its inputs.
     """
 
     def __init__(self, layer: Any, lora: LoraConfig, split: int):

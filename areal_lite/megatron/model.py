@@ -71,7 +71,7 @@ class GatedMLP(MLP):
     It keeps less for backward.
     """
 
-    layers = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    layers: MLPSubmodules
 
     def __init__(self, config: TransformerConfig):
         super().__init__(
@@ -84,12 +84,6 @@ class GatedMLP(MLP):
     def forward(self, hidden_states: Tensor, **_) -> tuple[Tensor, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         projections, _ = self.linear_fc1(hidden_states)
         return self.linear_fc2(swiglu(projections))
-
-
-def gated_mlp(fc1: type | ModuleSpec, fc2: type | ModuleSpec) -> type[GatedMLP]:
-    """Return a GatedMLP of these linear layers. Megatron builds a layer's MLP from a class."""
-    layers = MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)
-    return type(GatedMLP.__name__, (GatedMLP,), {"layers": layers})
 
 
 def swiglu(projections: Tensor) -> Tensor:
@@ -130,10 +124,8 @@ class RoutingReplay:
     arXiv:2510.11370).
 
     * Only the choice is replayed. The weights of the chosen experts are still the softmax of this
-      model's logits, so its router gets their gradient. An expert that was not chosen gets none, as
-      without replay. The trainer has no balancing loss, which would see the choice.
-    * Every forward pass of the policy replays, for the proximal log-probs and for the update.
-      Reference and critic route by themselves.
+      model's logits, so its router gets their gradient.
+    * Every forward pass of the policy replays. Reference and critic route by themselves.
     * A token without a recorded route, padding too, is routed by this model's own router.
 
     Megatron's `RouterReplay` keeps one list of the routers of a process, which here has several
@@ -315,7 +307,9 @@ def _layer_spec(config: TransformerConfig, lora: LoraConfig) -> ModuleSpec:
     layer.input_layernorm = RMSNorm
     layer.pre_mlp_layernorm = RMSNorm
     if config.num_moe_experts is None:
-        layer.mlp = gated_mlp(linear_layer("fc1", lora), linear_layer("fc2", lora))
+        layers = MLPSubmodules(linear_layer("fc1", lora), linear_layer("fc2", lora))
+        # Megatron builds a layer's MLP from a class.
+        layer.mlp = type(GatedMLP.__name__, (GatedMLP,), {"layers": layers})
     attention = layer.self_attention.submodules
     attention.linear_qkv = linear_layer("qkv", lora)
     attention.linear_proj = linear_layer("proj", lora)

@@ -62,13 +62,9 @@ def build_optimizer(
 def build_scheduler(config: TrainerConfig, optimizer: Any) -> OptimizerParamScheduler:
     """Build the schedule of updates k = 1, 2, ... of n = steps x minibatches.
 
-    Up to k = warmup the learning rate is lr k / warmup. Then it is
-
-    * constant: lr
-    * linear, cosine: from lr at k = warmup down to min_lr at k = n (Loshchilov & Hutter, 2017,
-      arXiv:1608.03983)
-    * wsd: lr, until the last fifth of the updates, which goes down in a straight line to min_lr at
-      k = n (Hu et al., 2024, arXiv:2404.06395)
+    Up to k = warmup the learning rate is lr k / warmup. Then it stays at lr (constant), goes down
+    to min_lr at k = n (linear; cosine, arXiv:1608.03983), or stays until the last fifth of the
+    updates, which goes down in a straight line to min_lr at k = n (wsd, arXiv:2404.06395).
     """
     styles = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
     updates = config.steps * config.minibatches
@@ -120,12 +116,9 @@ def move_moments(optimizer: Any, device: torch.device) -> None:
     for one in optimizer.chained_optimizers:
         for state in one.optimizer.state.values():
             for name in state.keys() & {"exp_avg", "exp_avg_sq"}:
-                state[name] = _moved(state[name], device)
-
-
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Move a tensor to a GPU or to page-locked host memory, at the full speed of the bus."""
-    if device.type == "cpu" and tensor.is_cuda:
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
-    return tensor.to(device, non_blocking=True)
+                moment = state[name]
+                if device.type == "cpu" and moment.is_cuda:  # page-locked: full speed of the bus
+                    host = torch.empty_like(moment, device="cpu", pin_memory=True)
+                    state[name] = host.copy_(moment, non_blocking=True)
+                else:
+                    state[name] = moment.to(device, non_blocking=True)

@@ -10,9 +10,6 @@ in units of the time that a layer's matrices take for one token, a sequence of L
 L + L^2 / crossover, where `crossover` is the length at which attention takes as much time as the
 matrices (`attention_crossover`). Equal costs keep the stages of a pipeline busy.
 
-Data-parallel ranks may run different numbers of microbatches, because gradients are reduced once,
-after the last.
-
 With n context-parallel ranks each sequence is cut into 2n chunks of equal size, the last ones
 padded. Rank r computes chunks r and 2n - 1 - r ("zigzag"), so causal attention costs every rank the
 same (Llama 3, arXiv:2407.21783, 3.3.2). With n = 2 and a sequence of 8 tokens:
@@ -73,7 +70,7 @@ def attention_crossover(config: TransformerConfig) -> float:
     """Return the length, in tokens, at which causal attention costs as much as a layer's matrices.
 
     Per token and layer there are 2 operations for each weight of a matrix, and 2 L width for scores
-    and mixing, half of which is masked. Qwen3-0.6B: about 7,700 tokens.
+    and mixing, half of which is masked.
     """
     assert config.kv_channels and config.num_query_groups and config.ffn_hidden_size
     width = config.num_attention_heads * config.kv_channels
@@ -95,10 +92,8 @@ def pack(
     """Divide sequences of these lengths into bins of at most `budget` tokens and about equal cost.
 
     The next longest sequence goes to the cheapest bin; a bin that it does not fit into is closed.
-    So, without its shortest sequence, a bin costs no more than any bin that has room for one more
-    sequence like its own shortest. Sequences that fit use fewer than 2 x tokens / budget + 1 bins;
-    longer ones stand alone. The number of bins is a multiple of `multiple`, or there is one for
-    each of too few sequences.
+    Sequences that fit use fewer than 2 x tokens / budget + 1 bins; longer ones stand alone. The
+    number of bins is a multiple of `multiple`, or there is one for each of too few sequences.
 
     Returns the indices of the sequences in each bin. Raises ValueError for a budget below 1.
     """
@@ -204,7 +199,10 @@ def local_tokens(microbatch: Microbatch, size: int, rank: int, length: int) -> L
         gathered_index[kept] = r * length + np.flatnonzero(segments.real)
     mine = split[rank]
     padding = length - len(mine.token_index)
-    tail = _padding_counts(padding, int(mine.counts.max()))
+    # Sequences no longer than the longest real one: attention stays cheap.
+    longest = int(mine.counts.max())
+    full, rest = divmod(padding, longest)
+    tail = np.array([longest] * full + [rest] * (rest > 0), np.int64)
     token_index = np.concatenate((mine.token_index, np.zeros(padding, np.int64)))
     local = LocalTokens(
         tokens=microbatch.tokens[token_index],
@@ -227,12 +225,6 @@ def local_tokens(microbatch: Microbatch, size: int, rank: int, length: int) -> L
         local.key_index = torch.from_numpy(np.concatenate((gathered_index[seen], own_padding)))
         local.cu_seqlens_k = _bounds(np.concatenate((ends, tail)))
     return local
-
-
-def _padding_counts(padding: int, longest: int) -> np.ndarray:
-    """Divide padding into sequences no longer than the longest real one: attention stays cheap."""
-    full, rest = divmod(padding, longest)
-    return np.array([longest] * full + [rest] * (rest > 0), np.int64)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -198,7 +198,11 @@ class ParallelModel:
         local = to_device(local, self.device)
         chunk: Any = unwrap_model(module)
         assert isinstance(chunk, Backbone)
-        self._set_routes(chunk, local.routes)
+        routes = local.routes
+        if routes is not None:
+            routes = routes.chunk(self.tp_group.size())[self.tp_group.rank()]
+        for replay in chunk.replays:
+            replay.routes = None if routes is None else routes[:, replay.layer]
         hidden = module(
             input_ids=local.tokens[None],
             position_ids=local.position_ids[None],
@@ -211,13 +215,6 @@ class ParallelModel:
         results = head(chunk, hidden, local.following)
         outputs = tuple(self._per_token(x, local, microbatch) for x in results)
         return outputs[0], lambda *_, **__: finish(outputs, microbatch)
-
-    def _set_routes(self, chunk: Backbone, routes: Tensor | None) -> None:
-        """Hand [l, layers, top_k] to the routers that replay, for the next forward pass."""
-        if routes is not None:
-            routes = routes.chunk(self.tp_group.size())[self.tp_group.rank()]
-        for replay in chunk.replays:
-            replay.routes = None if routes is None else routes[:, replay.layer]
 
     def _per_token(self, x: Tensor, local: LocalTokens, microbatch: Microbatch) -> Tensor:
         """Reorder [l], about the tokens that follow this rank's, to [t], about the microbatch's.
@@ -299,15 +296,13 @@ class TrainableModel(ParallelModel):
         The sum is over microbatches and data-parallel ranks. The schedule advances even when the
         step is skipped: update k, counted from 1, uses its k-th learning rate.
 
-        Args:
-            microbatches: at least one; ValueError otherwise.
-            head: makes the per-token results.
-            loss_fn: is called on the last pipeline stage, on all context- and tensor-parallel ranks
-                alike, with whole microbatches. The scalars have the same names for every
-                microbatch on every rank; `*_max` are reduced to their maximum.
-            lr_factor: multiplies the learning rate of this step only.
+        `loss_fn` is called on the last pipeline stage, on all context- and tensor-parallel ranks
+        alike, with whole microbatches. Its scalars have the same names for every microbatch on
+        every rank; `*_max` are reduced to their maximum. `lr_factor` multiplies the learning rate
+        of this step only.
 
-        Returns, on every rank, the reduced scalars and what `apply_gradients` does.
+        Returns, on every rank, the reduced scalars and what `apply_gradients` does. Raises
+        ValueError without a microbatch.
         """
         if not microbatches:
             raise ValueError("an update needs at least one microbatch on every data-parallel rank")
@@ -333,11 +328,10 @@ class TrainableModel(ParallelModel):
         )
 
     def offload(self) -> None:
-        """Move Adam moments to host memory and free the gradient buffers.
+        """Move Adam moments to host memory and free the gradient buffers, until `onload`.
 
         This frees 12 of the 18 bytes that a bfloat16 parameter takes with Adam, before sharding.
-        Master weights stay, because in float32 they are the model's own. Until `onload` the model
-        computes log-probs, but no gradients.
+        Master weights stay, because in float32 they are the model's own.
         """
         cuda = torch.cuda.is_available()
         move_moments(self.optimizer, torch.device("cpu"))
@@ -447,9 +441,7 @@ class Critic(TrainableModel):
     """A value model from the policy's folder, with a TrainerConfig of its own.
 
     A scalar value layer, zero at first, stands in place of the output layer. Entry i of the values
-    is the value of the state before token i. The first token of a sequence has no state before it.
-    Its entry is the value of the state after the sequence's last token, from which a truncated
-    sequence would continue.
+    is the value of the state before token i, as the module says.
     """
 
     part = "critic"

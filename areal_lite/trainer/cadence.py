@@ -1,11 +1,8 @@
 """The cadence of pushes: which steps end with one, and which pushes are evaluated.
 
-With `sync.every` = N the weights after steps N, 2N, 3N, ... and after the last step are pushed. A
-version is the number of completed steps of its weights, so the servers have the versions 0, N, 2N,
-... An evaluation needs weights that the servers have. It therefore follows the first push at or
-after a multiple of `eval.every`, and no weights are evaluated twice.
-
-Both depend on the number of completed steps alone, so a resumed run keeps them.
+With `sync.every` = N the weights after steps N, 2N, 3N, ... and after the last step are pushed. An
+evaluation needs weights that the servers have, so it follows the first push at or after a multiple
+of `eval.every`. Both depend on the completed steps alone, so a resumed run keeps them.
 """
 
 from dataclasses import dataclass

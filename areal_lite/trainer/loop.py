@@ -15,6 +15,7 @@ import logging
 import sys
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import pairwise, starmap
 from pathlib import Path
@@ -68,8 +69,8 @@ class TrainingRun:
     """One rank's part of a run. Every rank makes the same calls.
 
     `done` counts completed steps. `pushed` is the version of the last push. `saved_at` is when the
-    newest checkpoint was begun, or the rank started, in seconds of the monotonic clock. `skipped`
-    counts the last steps in a row with a skipped update.
+    newest checkpoint was begun, in seconds of the monotonic clock. `skipped` counts the last steps
+    in a row with a skipped update.
     """
 
     def __init__(self, config: TrainConfig, run_dir: Path):
@@ -111,7 +112,7 @@ class TrainingRun:
         lag = step - self.pushed
         if self.reporter:
             # Servers with older weights have other log-probs.
-            self.reporter.begin_step(batch, [] if lag else self.pusher.servers)
+            self.reporter.agreement.begin(batch, [] if lag else self.pusher.servers)
         with self.models.on_device():
             result = policy_step(self.models, self.objective, batch, self.config, step)
         self._record_skipped(step, batch, result.skipped)
@@ -134,17 +135,15 @@ class TrainingRun:
         if self.done == self.config.trainer.steps:
             return True
         stop = on_every_rank(stop_requested(self.run_dir))
-        if self._save_due() or stop:
+        if every := self.config.trainer.save_every:
+            due = self.done % every == 0
+        else:
+            due = on_every_rank(time.monotonic() - self.saved_at >= _SAVE_INTERVAL_S)
+        if due or stop:
             heartbeat.enter(f"copying the checkpoint of step {self.done}")
             self.checkpoints.save(self.done, {"step": self.done})
             self.saved_at = time.monotonic()
         return stop
-
-    def _save_due(self) -> bool:
-        """Return whether a checkpoint is due, by steps or else by time, on every rank."""
-        if every := self.config.trainer.save_every:
-            return self.done % every == 0
-        return on_every_rank(time.monotonic() - self.saved_at >= _SAVE_INTERVAL_S)
 
     def finish(self) -> None:
         """Save what was learned, if all steps are done, and end the run.
@@ -254,12 +253,11 @@ class LogprobAgreement:
     Every step makes up to two comparisons. Each is a mean absolute difference in nats.
 
     * `logprob_diff_sampled` compares the behavior log-probs of sequences in the batch that the
-      trainer's current version sampled from beginning to end. There may be none: then it is None.
-      Sequences that were in progress during a push in mode `in_place`, even in a server's queue,
-      are left out: older weights computed their KV cache.
-    * `logprob_diff_scored` lets a server score a few sequences of the batch as prompts, under the
-      version that the trainer has too. It needs temperature 1, because the log-probs of a prompt
-      are not scaled by it. It is None with replayed routes, which are not those of a prompt.
+      trainer's current version sampled from beginning to end, under a KV cache of that version
+      alone. Without such a sequence it is None.
+    * `logprob_diff_scored` lets a server score a few sequences of the batch as prompts. It needs
+      temperature 1, because the log-probs of a prompt are not scaled by it. It is None with
+      replayed routes, which are not those of a prompt.
 
     `logprob_diff` is the larger of the two.
     """
@@ -311,12 +309,11 @@ class LogprobAgreement:
             return None
         differences = []
         for call, span in self._calls:
-            try:
+            # The controller and the next push deal with a server that died.
+            with suppress(ServerError):
                 scored = call.result()["meta_info"]["input_token_logprobs"][1:]
-            except ServerError:
-                continue  # the controller and the next push deal with a server that died
-            scored = np.array([logprob for logprob, _, _ in scored], np.float32)
-            differences.append(np.abs(scored - own[span][1:]))
+                scored = np.array([logprob for logprob, _, _ in scored], np.float32)
+                differences.append(np.abs(scored - own[span][1:]))
         if not differences:
             log.warning(
                 "no server scored a sequence within %.0f s:"
@@ -363,17 +360,13 @@ class Reporter:
         forget_after(run_dir, start)
         public = replace(config, server=replace(config.server, api_key=None))
         self._metrics = MetricsLog(run_dir, config.logger, asdict(public))
-        self._agreement = LogprobAgreement(run_dir, config)
+        self.agreement = LogprobAgreement(run_dir, config)
         self._compared: dict[str, float | None] = {}
         self._last_log = steady_time()
         self._evaluations: list[Future] = []
         self.evaluates_last = False
         if self._evaluation_is_due(start):
             self._evaluate(start)
-
-    def begin_step(self, batch: TrainBatch, servers: list[ServerInfo] | None) -> None:
-        """Let `servers` with the weights before the step score a part of `batch`; None: all."""
-        self._agreement.begin(batch, servers)
 
     def before_push(self, step: int, batch: TrainBatch, prox: Tensor) -> None:
         """Compare log-probs with the servers, which still have the weights before the step.
@@ -385,7 +378,7 @@ class Reporter:
             # repeated, one version alone must answer each evaluation.
             self._collect()
         append_event(self._run_dir, "proximal", proximal_record(step, batch, prox.numpy()))
-        self._compared = self._agreement.compare(batch, prox, step)
+        self._compared = self.agreement.compare(batch, prox, step)
 
     def end_step(self, done: int, metrics: dict[str, Any], push: PushReport | None) -> None:
         """Log the metrics after `done` steps and their push; start an evaluation if one is due."""

@@ -4,20 +4,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from areal_lite.algo.losses import (
-    LossInputs,
-    LossOutput,
-    cispo_loss,
-    gspo_loss,
-    ppo_loss,
-    reinforce_loss,
-)
+from areal_lite.algo import losses
 from areal_lite.algo.objective import Objective, OwnLoss, PolicyObjective, correction_of
 from areal_lite.algo.trajectory_balance import BalanceObjective
 from areal_lite.config import AlgoConfig, TrainConfig
 from areal_lite.extensions import load_object
 
-PolicyLoss = Callable[[LossInputs], LossOutput]
+PolicyLoss = Callable[[losses.LossInputs], losses.LossOutput]
 
 
 def _trust_region(algo: AlgoConfig) -> dict[str, Any]:
@@ -31,10 +24,12 @@ def _trust_region(algo: AlgoConfig) -> dict[str, Any]:
 
 # algo.loss -> the loss with its settings bound.
 RATIO_LOSSES: dict[str, Callable[[AlgoConfig], PolicyLoss]] = {
-    "ppo": lambda algo: partial(ppo_loss, dual_clip=algo.dual_clip, **_trust_region(algo)),
-    "gspo": lambda algo: partial(gspo_loss, **_trust_region(algo)),
-    "cispo": lambda algo: partial(cispo_loss, **_trust_region(algo)),
-    "reinforce": lambda algo: partial(reinforce_loss, correction=correction_of(algo.correction)),
+    "ppo": lambda algo: partial(losses.ppo_loss, dual_clip=algo.dual_clip, **_trust_region(algo)),
+    "gspo": lambda algo: partial(losses.gspo_loss, **_trust_region(algo)),
+    "cispo": lambda algo: partial(losses.cispo_loss, **_trust_region(algo)),
+    "reinforce": lambda algo: partial(
+        losses.reinforce_loss, correction=correction_of(algo.correction)
+    ),
 }
 
 

@@ -120,16 +120,11 @@ class StepResult:
 class _Update:
     """The tokens of one optimizer update; all token indices point into the batch of the step."""
 
-    # The sequences that have a gradient, or the first one if this rank has none.
-    microbatches: list[Microbatch]
+    microbatches: list[Microbatch]  # sequences with a gradient, or the first one without any
     token_index: Tensor  # int64, on the device: all tokens of the update
     idle_index: Tensor  # int64, on the device: tokens of the sequences without a gradient
     runs_on: np.ndarray  # int64, the sequences of `microbatches`
     first: bool
-
-    @property
-    def is_idle(self) -> bool:
-        return len(self.idle_index) == len(self.token_index)
 
 
 def policy_step(
@@ -270,7 +265,7 @@ def _run_update(
         metrics = objective.loss(
             flat, minibatch, index, flat.prox[index], flat.entropy[index]
         ).metrics
-        if update.is_idle:  # the sequence that ran is one of them
+        if len(index) == len(update.token_index):  # the sequence that ran is one of them
             return LossOutput(0.0 * output.loss, metrics)
         return LossOutput(output.loss, combined(output.metrics, metrics))
 

@@ -101,6 +101,6 @@ def test_a_deterministic_run_waits_for_an_evaluation_before_the_next_push(
     cadence = Cadence(every=1, eval_every=2, steps=9)
     reporter = Reporter(config, tmp_path, None, 2, cadence)
     batch = TrainBatch.from_trajectories([trajectory(7, 0, 3)])
-    reporter.begin_step(batch, [])
+    reporter.agreement.begin(batch, [])
     reporter.before_push(2, batch, torch.zeros(len(batch.tokens)))
     assert [e["version"] for e in read_events(tmp_path, "evals")] == [2] * deterministic
