@@ -119,7 +119,11 @@ class Batches:
     _inherited: list[Group] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.queue = _make_queue(self.config)
+        buffer, rollout = self.config.buffer, self.config.rollout
+        if buffer.replay.capacity:
+            self.queue = ReplayBuffer(buffer.replay, rollout.group_size, self.config.seed)
+        else:
+            self.queue = GroupQueue(buffer.max_staleness, buffer.overdue, buffer.window)
 
     def recover(self, store: Store, step: int, handover: Handover) -> None:
         """Resume after `step` steps with the finished groups of `store`."""
@@ -259,7 +263,6 @@ class Batches:
             self._resync_requested = asyncio.Event()
 
     def _info(self, batch: BatchAssignment, step: int, started: float) -> dict[str, Any]:
-        """Describe the batch and the run, for the metrics."""
         now, held_since = self.clock(), self._held_since
         self._held_since = None
         buffer = self.config.buffer
@@ -287,12 +290,6 @@ class Batches:
             "loop_lag_p99_s": self.lag.take_p99(),
             **self.store_size,
         }
-
-
-def _make_queue(config: TrainConfig) -> GroupQueue:
-    if config.buffer.replay.capacity:
-        return ReplayBuffer(config.buffer.replay, config.rollout.group_size, config.seed)
-    return GroupQueue(config.buffer.max_staleness, config.buffer.overdue, config.buffer.window)
 
 
 # What is also reported of each data source.

@@ -86,17 +86,13 @@ class Curriculum:
             self._rates[prompt_index] = rates
             if len(rates) == _NUM_RATES and sum(rates) / len(rates) > self.retire_above:
                 self.sampler.retire(prompt_index)
-        if self.rest_unsolved:
-            self._rest(prompt_index, rate, drawn)
-
-    def _rest(self, prompt_index: int, rate: float, drawn: int) -> None:
         if rate > 0:
             self._unsolved.pop(prompt_index, None)
-            return
-        # The bound keeps the power small, however often a prompt was tried.
-        epochs = min(2 ** min(self._unsolved[prompt_index], 30), self.rest_unsolved)
-        self._unsolved[prompt_index] += 1
-        self.sampler.rest(prompt_index, epochs, after=drawn)
+        elif self.rest_unsolved:
+            # The bound keeps the power small, however often a prompt was tried.
+            epochs = min(2 ** min(self._unsolved[prompt_index], 30), self.rest_unsolved)
+            self._unsolved[prompt_index] += 1
+            self.sampler.rest(prompt_index, epochs, after=drawn)
 
 
 Filter = Callable[[Group], str | None]
@@ -291,7 +287,6 @@ class Dispatcher:
         return submission
 
     async def _run_group(self, submission: _Submission) -> None:
-        """Bring one group to its end: record it, play and score its rollouts, classify it."""
         prompt = self._prompts[submission.prompt_index]
         if not submission.again:
             await self._store.submit(

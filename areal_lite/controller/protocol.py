@@ -50,10 +50,11 @@ from areal_lite.train_batch import TrainBatch
 
 
 class _Request(msgspec.Struct, frozen=True, tag=str.lower):
+    """A call of ControllerClient. `what` says what the client waits for."""
+
     what: ClassVar[str]
 
     def __str__(self) -> str:
-        """Say what the client waits for."""
         return self.what.format(self)
 
 
@@ -68,8 +69,6 @@ class PullBatch(_Request, frozen=True):
 
 
 class StepDone(_Request, frozen=True):
-    """Report that `step` steps are complete and that no push follows the last one."""
-
     what = "the controller to record that {0.step} steps are complete"
     step: int
 
@@ -82,31 +81,23 @@ class BeginPush(_Request, frozen=True):
 
 
 class Pushed(_Request, frozen=True):
-    """Report the end of a push. `failed` names the servers that did not get `version`."""
-
     what = "the controller to record the push of version {0.version}"
     version: int
     failed: list[str]
 
 
 class Evaluate(_Request, frozen=True):
-    """Ask for an evaluation on the held-out problems, labelled with `version`."""
-
     what = "the evaluation at version {0.version}"
     version: int
 
 
 class AwaitEvaluation(_Request, frozen=True):
-    """Wait until the evaluation of the last version has succeeded or failed. Every rank asks."""
-
     what = "the end of the evaluation at version {0.version}"
     version: int
     resyncs: int = 0
 
 
 class Finish(_Request, frozen=True):
-    """End the run and ask for its totals."""
-
     what = "the totals of the run"
 
 

@@ -40,13 +40,8 @@ from areal_lite.controller.evaluation import Evaluator
 from areal_lite.controller.sources import Dependencies, open_sources
 from areal_lite.data.prompts import load_eval_sets
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.run_dir.controller_status import (
-    ControllerStatus,
-    TrainerPhase,
-    remove_status,
-    write_status,
-)
-from areal_lite.run_dir.paths import STORE_FILE
+from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase, write_status
+from areal_lite.run_dir.paths import CONTROLLER_STATUS_FILE, STORE_FILE
 from areal_lite.run_dir.resume import TRAINER_RUNS, lock_controller, needed_since, start_version
 from areal_lite.run_dir.store import Store, StoreThread
 from areal_lite.servers.client import Client, SGLangClient
@@ -287,7 +282,6 @@ class Controller:
             await self._store.submit(Store.set_totals, totals)
 
     async def _finish(self) -> dict[str, Any]:
-        """Stop generation and return the totals of the run."""
         if self._generation is not None:
             self._generation.cancel()
         await self.fleet.abort_all()
@@ -390,7 +384,7 @@ async def serve(run_dir: Path, trainer_runs: bool = False) -> None:
             await server.close(error=f"the controller failed: {error}" if error else None)
             await client.close()
             await store_thread.close()
-            remove_status(run_dir)
+            (run_dir / CONTROLLER_STATUS_FILE).unlink(missing_ok=True)
 
 
 async def _publish_status(controller: Controller, run_dir: Path) -> None:

@@ -329,7 +329,6 @@ def _compare(gold: list, result: str, percent: list[bool], sender: Connection) -
 
 
 def _hundredths(parsed: list) -> list:
-    """Return the numbers of a result, divided by 100."""
     return [one / 100 for one in parsed if getattr(one, "is_number", False)]
 
 

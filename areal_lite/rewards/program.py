@@ -109,7 +109,6 @@ async def program_reward(completion: str, answer: str) -> float:
 
 
 async def _passes(program: str, tests: Tests, deadline: float) -> bool:
-    """Return whether the program passes all tests."""
     if tests.statements:
         done = secrets.token_hex(16)
         task = {"statements": tests.statements, "done": done}
@@ -211,7 +210,6 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _parsed(source: str) -> ast.Module | None:
-    """Parse Python; None for anything else."""
     try:
         with warnings.catch_warnings(action="ignore"):
             return ast.parse(source)
@@ -235,7 +233,6 @@ def _names(nodes: Iterable[ast.AST]) -> tuple[set[str], set[str]]:
 
 
 def _defines(tree: ast.Module) -> set[str]:
-    """Return the functions and classes of a program."""
     return {node.name for node in tree.body if isinstance(node, _DEFINITIONS)}
 
 

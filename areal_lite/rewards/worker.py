@@ -215,7 +215,6 @@ def execute(function: RewardFunction, request: Request, runner: asyncio.Runner) 
 
 
 def _finite(reward: object) -> float | None:
-    """Return a finite real number as a float, or None."""
     try:
         value = float(reward) if isinstance(reward, Real) else math.nan
     except Exception:  # too large for a float

@@ -143,7 +143,6 @@ class WorkflowRun:
         return traces
 
     async def _result(self, index: int) -> Any:
-        """Return the workflow's result for an episode."""
         if not getattr(self.workflow, "grouped", False):
             return await self.workflow(self.episodes[index])
         if self._group is None:

@@ -59,8 +59,3 @@ def read_status(run_dir: Path) -> ControllerStatus | None:
         return msgspec.json.decode(raw, type=ControllerStatus)
     except (OSError, ValueError, RecursionError):
         return None
-
-
-def remove_status(run_dir: Path) -> None:
-    """Remove the status: the controller ends."""
-    (run_dir / CONTROLLER_STATUS_FILE).unlink(missing_ok=True)

@@ -190,7 +190,6 @@ class Conversations:
         return new
 
     async def _answer(self, conversation: Conversation, request: ChatRequest) -> Answer:
-        """Add the new messages of a request, and sample the answer."""
         new = request.messages[len(conversation.messages) :]
         try:
             full = "the token budget of this conversation (rollout.max_new_tokens) is used up"

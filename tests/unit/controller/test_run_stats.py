@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from areal_lite.controller.service import status_line
-from areal_lite.run_dir.controller_status import read_status, remove_status, write_status
+from areal_lite.run_dir.controller_status import read_status, write_status
+from areal_lite.run_dir.paths import CONTROLLER_STATUS_FILE
 from tests.unit.run_dir.sample_status import STATUS
 
 
@@ -33,7 +34,7 @@ def test_the_file_is_there_while_the_controller_runs(tmp_path) -> None:
     assert read_status(tmp_path) is None
     write_status(tmp_path, STATUS)
     assert read_status(tmp_path) == STATUS
-    remove_status(tmp_path)
+    (tmp_path / CONTROLLER_STATUS_FILE).unlink()
     assert read_status(tmp_path) is None and list(tmp_path.iterdir()) == []
 
 
