@@ -66,10 +66,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class GatedMLP(MLP):
-    """Megatron's dense MLP with SwiGLU (Shazeer, 2020, arXiv:2002.05202).
-
-    It keeps less for backward.
-    """
+    """Megatron's dense MLP with SwiGLU (arXiv:2002.05202). It keeps less for backward."""
 
     layers: MLPSubmodules
 
@@ -180,8 +177,7 @@ def install_replay(chunk: Any, device: torch.device) -> list[RoutingReplay]:
 def changed_share(replays: Sequence[RoutingReplay]) -> float:
     """Return the share of recorded routes that the routers of all ranks would not have chosen.
 
-    It is over the forward passes since the last call; NaN without recorded routes. Every rank calls
-    it.
+    It is of the passes since the last call; NaN without recorded routes. Every rank calls it.
     """
     counts = torch.stack([replay.counts for replay in replays]).sum(0)
     dist.all_reduce(counts)
@@ -307,7 +303,8 @@ def _layer_spec(config: TransformerConfig, lora: LoraConfig) -> ModuleSpec:
     layer.input_layernorm = RMSNorm
     layer.pre_mlp_layernorm = RMSNorm
     if config.num_moe_experts is None:
-        layers = MLPSubmodules(linear_layer("fc1", lora), linear_layer("fc2", lora))
+        fc1, fc2 = linear_layer("fc1", lora), linear_layer("fc2", lora)
+        layers = MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)
         # Megatron builds a layer's MLP from a class.
         layer.mlp = type(GatedMLP.__name__, (GatedMLP,), {"layers": layers})
     attention = layer.self_attention.submodules
