@@ -281,13 +281,9 @@ def value_loss(
     """Compute the critic's loss, sum_t max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2N.
 
     The clip bounds how far a value moves in a step, like the ratio of a policy (the clipped value
-    loss of the reference implementation of PPO, arXiv 1707.06347).
-
-    Args:
-        values, old_values: float [t], V with gradient, and V_old before the step
-        returns: float [t], R, from `gae` of advantages.py
-        clip: c; None for no bound
-        denominator: N, the unmasked tokens of the update over all ranks
+    loss of the reference implementation of PPO, arXiv 1707.06347). values, old_values: float [t], V
+    with gradient, and V_old before the step; returns: float [t], R, from `gae`; clip: c, None for
+    no bound; denominator: N, the unmasked tokens of the update over all ranks.
     """
     zeros = torch.zeros_like(values)
     error = (values - returns) ** 2

@@ -97,8 +97,7 @@ def by_staleness(
 ) -> tuple[Tensor, Tensor]:
     """Sum `values` and count tokens by staleness: (float [oldest + 1], int64 [oldest + 1]).
 
-    Entry i is about staleness i = version - v, where `version` is the trainer's at the start of the
-    step. Older tokens count at `oldest`.
+    Entry i is about staleness i = version - v. Older tokens count at `oldest`.
     """
     age = (version - versions[mask]).clamp(0, oldest).long()
     values = values[mask].detach()

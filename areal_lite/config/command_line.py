@@ -155,9 +155,7 @@ _NOISE = re.compile(
 )
 
 
-# Characters of an override and of a whole message that a terminal shows.
-_SHOWN = 100
-_LONGEST = 2000
+_SHOWN, _LONGEST = 100, 2000  # characters of an override, and of a whole message
 
 
 def explain(error: Exception, command: str) -> str:

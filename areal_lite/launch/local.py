@@ -133,11 +133,10 @@ def run_locked(config: TrainConfig) -> int:
 
 
 def train_and_report(config: TrainConfig, on_step: OnStep | None = None) -> bool:
-    """Train the steps that are left, write summary.json and report.png, and print the summary.
+    """Train as `run` does; return whether the run was asked to stop before its last step.
 
-    Returns whether the run was asked to stop before its last step. The caller holds the lock of the
-    run directory. Raises RuntimeError or TimeoutError when a role fails. A run that fails or is
-    interrupted leaves a summary of its steps, too.
+    The caller holds the lock of the run directory. Raises RuntimeError or TimeoutError when a role
+    fails. A run that fails or is interrupted leaves a summary of its steps, too.
     """
     run_dir = Path(config.run_dir)
     print(f"run directory: {run_dir}", file=sys.stderr)
@@ -263,8 +262,7 @@ def _step_reporter(run_dir: Path, on_step: OnStep | None) -> Callable[[], None]:
 def check_servers(pool: ServerPool, run_dir: Path, steps: int) -> None:
     """Raise RoleFailed when no server is left, unless all `steps` are trained.
 
-    After the last step the trainer must still save its weights, and the controller skips what
-    needs servers.
+    After the last step the trainer must still save its weights.
     """
     try:
         pool.check()

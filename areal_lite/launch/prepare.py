@@ -10,8 +10,7 @@ directory, which all of them must see:
     python -m areal_lite.launch.prepare health RUN_DIR             0 if all announced servers answer
 
 Servers use the GPUs that their command sees. The option sets `server.host=node`: servers and
-controller listen on their machine's own address. A run that is going on is left alone if its
-settings are these, and refused otherwise. To start the roles of another one again, first run
+controller listen on their machine's own address. To start the roles of a run again, first run
 `python -m areal_lite.launch.prepare begin RUN_DIR` or `areal-lite train --prepare … resume=auto`.
 It then resumes from its newest checkpoint.
 """

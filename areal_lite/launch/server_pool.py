@@ -178,8 +178,7 @@ class ServerProcess:
     async def wait_ready(self) -> None:
         """Return when GET /health answers 200.
 
-        Raises TimeoutError after `server.start_timeout_s`, and RuntimeError with the end of its log
-        as soon as the process exits.
+        Raises TimeoutError after `server.start_timeout_s`, and RuntimeError once the process exits.
         """
         timeout = self.config.start_timeout_s
         deadline = time.monotonic() + timeout
@@ -202,11 +201,10 @@ class ServerProcess:
                 await asyncio.sleep(0.1)
 
     def stop(self, grace_s: float = 3.0) -> None:
-        """End the server and every process of its group. It does nothing before `start`.
+        """End the server and every process of its group, after `grace_s` seconds by SIGKILL.
 
         On SIGINT to the leader alone, an idle leader closes its workers in half a second. On
         SIGTERM SGLang would take five seconds or more to finish requests that no longer matter.
-        After `grace_s` seconds SIGKILL goes to the group.
         """
         if self._process is None:
             return

@@ -218,11 +218,7 @@ class Architecture:
 
 
 def _check_qwen3_moe(hf: PretrainedConfig) -> None:
-    """Raise ValueError for a model that SGLang would compute differently or that cannot train.
-
-    SGLang puts experts in every layer and gives the model its own output layer, whatever the
-    configuration says.
-    """
+    """Raise ValueError for a model that SGLang would compute differently or that cannot train."""
     if hf.tie_word_embeddings:
         raise ValueError(
             "tie_word_embeddings=true is not supported for qwen3_moe, because SGLang does not"
@@ -338,10 +334,8 @@ def transformer_config(
 def layout(name: str, hf: PretrainedConfig) -> Parameter:
     """Return the Hugging Face tensors of a Megatron parameter and how they are split.
 
-    name: Megatron's name, its layer and expert counted over the whole model.
-
-    With tied embeddings an output layer exists only on a last pipeline stage that is not the
-    first; it is a copy of the embedding.
+    `name` counts layer and expert over the whole model. With tied embeddings an output layer exists
+    only on a last pipeline stage that is not the first; it is a copy of the embedding.
     """
     layer = _LAYER.fullmatch(name)
     if layer is None:
@@ -358,12 +352,11 @@ def layout(name: str, hf: PretrainedConfig) -> Parameter:
 
 
 def inverse_frequencies(hf: PretrainedConfig, device: torch.device) -> Tensor:
-    """Compute the rotary frequencies (Su et al., 2021, arXiv:2104.09864): float32 [head_dim / 2].
+    """Compute the rotary frequencies (arXiv:2104.09864), radians per position: float32 [dim / 2].
 
-    Plain ones are theta^(-2i / head_dim), in radians per position.
+    Plain ones are theta^(-2i / dim).
     """
-    dim = head_dim(hf)
-    rope = hf.rope_parameters
+    dim, rope = head_dim(hf), hf.rope_parameters
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     plain = 1.0 / rope["rope_theta"] ** exponents
     return _llama3(plain, rope) if rope.get("rope_type") == "llama3" else plain

@@ -121,8 +121,7 @@ class PendingCheckpoint:
 class Checkpoints:
     """A run's checkpoints, `folder`/step-N, of which at most one is being written.
 
-    Every rank makes the same calls. The `keep` newest stay (0: all), and those that a process is
-    reading.
+    The `keep` newest stay (0: all), and those that a process is reading.
     """
 
     def __init__(self, folder: Path, parts: Mapping[str, TrainableModel], keep: int = 0):

@@ -1,9 +1,8 @@
 """Process groups of the trainer: torch.distributed and Megatron's parallel state.
 
-They follow from `TrainerConfig` and torchrun's environment. The world is tensor x context x data x
-pipeline ranks, from the fastest-changing to the slowest. Expert parallelism spreads experts over
-some of the tensor x context x data ranks. Without RANK in the environment the process is a world of
-one.
+The world is tensor x context x data x pipeline ranks, from the fastest-changing to the slowest.
+Expert parallelism spreads experts over some of the tensor x context x data ranks. Without RANK in
+the environment the process is a world of one.
 """
 
 import math
@@ -62,8 +61,7 @@ def current_device() -> torch.device:
 def init_distributed(config: TrainerConfig, seed: int) -> torch.device:
     """Join the process group, build Megatron's groups and seed torch; return this rank's device.
 
-    A second call only returns the device. Raises ValueError when the parallel sizes do not make up
-    the world.
+    Raises ValueError when the parallel sizes do not make up the world.
     """
     device = select_device(config)
     if parallel_state.model_parallel_is_initialized():

@@ -61,10 +61,7 @@ class SourceReferences:
     """The references of the data sources. Each scores the sequences of its sources."""
 
     def __init__(self, references: Mapping[str, Reference | BaseReference]):
-        """Take the references by the names of sources; a single source may have any name.
-
-        Raises ValueError for two names that a batch cannot tell apart.
-        """
+        """Take the references by the names of sources. Raises ValueError for equal checksums."""
         self._sources: dict[Reference | BaseReference, list[int]] = {}
         for name, reference in references.items():
             self._sources.setdefault(reference, []).append(source_key(name))
@@ -98,8 +95,7 @@ class SourceReferences:
 class CachedReference:
     """A reference that keeps log-probs of at most `max_tokens` tokens, those used last.
 
-    It serves replay, which draws a sequence repeatedly. The ranks of a model see the same batches,
-    so their caches are equal.
+    It serves replay, which draws a sequence repeatedly.
     """
 
     def __init__(

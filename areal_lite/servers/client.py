@@ -1,9 +1,8 @@
 """The HTTP client of SGLang servers, and the errors that calls to servers raise.
 
 `SGLangClient` is the only code that talks HTTP to a server (blocking.py: for threads without an
-event loop). A server may be wrong: out of step, broken, or not ours. Its answers are checked
-against what was asked for. The parsers raise for anything but the expected answer, mostly
-ValueError, and `SGLangClient` makes a ServerFailed of it.
+event loop). A server may be wrong: out of step, broken, or not ours. The parsers raise for anything
+but the expected answer, mostly ValueError, and `SGLangClient` makes a ServerFailed of it.
 
 Log-probs are in nats, of softmax(logits / temperature), at temperature 0 (greedy) of
 softmax(logits). SGLang does not renormalize them for top-p or top-k, so those are not offered.
@@ -172,10 +171,9 @@ class Client(Protocol):
 class SGLangClient:
     """The client of all SGLang servers, over one aiohttp session: close it after use.
 
-    * A completion may take any time to begin. Other calls end within `timeout_s`, unless they are
-      given another time-out. Calls raise ServerError.
-    * An answer has a limited size, comes from the server itself (no redirects), and is as it was
-      sent (not compressed). Anything but the expected answer is a ServerFailed.
+    A completion may take any time to begin. Other calls end within `timeout_s`, unless they are
+    given another time-out. Calls raise ServerError. An answer has a limited size, comes from the
+    server itself (no redirects), and is as it was sent (not compressed).
     """
 
     def __init__(self, timeout_s: float):

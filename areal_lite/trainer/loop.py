@@ -232,8 +232,7 @@ def patience_s(config: TrainConfig) -> float:
 def proximal_record(step: int, batch: TrainBatch, prox: np.ndarray) -> dict[str, Any]:
     """Return the proximal log-probs, in nats, of the first group's sampled tokens, by `trace_name`.
 
-    The longest trajectories may be missing. step: the step that trains on `batch`, from 0; prox:
-    float32 [T], log-probs before the step.
+    The longest trajectories may be missing. step: from 0; prox: float32 [T].
     """
     first = np.flatnonzero(batch.group_ids == batch.group_ids[0])
     first = first[np.argsort(batch.lengths[first], kind="stable")]
@@ -270,10 +269,7 @@ class LogprobAgreement:
         self._calls: list[tuple[Future[Any], slice]] = []
 
     def begin(self, batch: TrainBatch, servers: list[ServerInfo] | None) -> None:
-        """Let servers score a few sequences of `batch`, and do not wait for them.
-
-        servers: those that have the trainer's weights; None means all announced servers.
-        """
+        """Let servers with the trainer's weights (None: all) begin to score a part of `batch`."""
         if servers is None:
             servers = announced_servers(self._run_dir)
         self._calls = []
@@ -341,8 +337,7 @@ def difference_of_fresh(batch: TrainBatch, own: np.ndarray, version: int) -> flo
 class Reporter:
     """The reports of rank 0: metrics, evaluations, and the agreement of log-probs with the servers.
 
-    start: the step from which the run continues. `evaluates_last` says whether the weights after
-    the last step are being evaluated.
+    `evaluates_last` says whether the weights after the last step are being evaluated.
     """
 
     def __init__(

@@ -73,10 +73,7 @@ class Models:
 
 
 def build_models(config: TrainConfig, objective: Objective) -> Models:
-    """Load the models that `objective` needs.
-
-    The critic starts from the policy's weights; its learning-rate schedule has the policy's shape.
-    """
+    """Load the models that `objective` needs; the critic starts from the policy's weights."""
     trainer, algo = config.trainer, config.algo
     model = Path(config.model)
     policy = Policy(trainer, model, config.seed, routing_replay=algo.routing_replay)
@@ -293,10 +290,9 @@ def _update_critic(
 
 
 def policy_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Combine what the policy's updates report.
+    """Combine what the policy's updates report: means over updates, sequences or tokens.
 
-    `loss` and `grad_norm` are means over updates, `*_max` are maxima, `skipped` is a sum, and
-    `log_z` is a mean over sequences. The other sums become means over tokens.
+    `*_max` are maxima, and `skipped` is a sum.
     """
     last = updates[-1]
     total = {

@@ -272,8 +272,7 @@ class WeightPusher(Pusher):
 def verify(server: ServerInfo, sent: Bucket, timeout_s: float) -> int:
     """Compare tensors bit by bit with those on `server`, and return how many were compared.
 
-    Raises ValueError if the server has other weights or cannot read them back: it must have been
-    started with AREAL_LITE_READBACK=1 (areal_lite/sglang_plugins).
+    Raises ValueError if the server has other weights or cannot read them back.
     """
     compared = 0
     for name, tensor in sent:

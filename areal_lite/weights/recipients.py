@@ -71,7 +71,7 @@ class PushRecipients:
 
         `action` raises ServersFailed or CollectiveError, and may be repeated. If no server is to
         blame, a connection may have broken, perhaps long before: it runs once more with the same
-        servers. Nothing runs without servers.
+        servers.
         """
         broken = False
         while self.servers:
@@ -104,11 +104,7 @@ class PushRecipients:
 
 
 class PauseWindow:
-    """The window of a push in which the servers are paused.
-
-    Leaving it resumes every remaining server, after an error too: a paused server would hold its
-    requests without end.
-    """
+    """The window of a push in which the servers are paused. Errors resume them, too."""
 
     def __init__(self, recipients: PushRecipients, interrupt: str, timeout_s: float):
         self._recipients = recipients
