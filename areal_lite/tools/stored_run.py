@@ -21,23 +21,9 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from areal_lite.config import TrainConfig, load_config, stored_settings
+from areal_lite.controller import protocol
 from areal_lite.controller.batches import batch_stats, source_stats
 from areal_lite.controller.buffer import BatchAssignment, GroupQueue, drawn_batch
-from areal_lite.controller.protocol import (
-    Answer,
-    BatchReady,
-    BeginPush,
-    Done,
-    Facts,
-    Finish,
-    MessageServer,
-    PullBatch,
-    Pushed,
-    PushTargets,
-    Request,
-    StepDone,
-    run_until,
-)
 from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.resume import lock_controller
@@ -103,25 +89,25 @@ class StoredRunController:
         self._step = -1
         self._assignment: BatchAssignment | None = None
 
-    async def handle(self, request: Request) -> Answer:
+    async def handle(self, request: protocol.Request) -> protocol.Answer:
         """Answer one request. Raises ValueError for a batch that the run does not have."""
         match request:
-            case PullBatch(step, rank, world):
+            case protocol.PullBatch(step, rank, world):
                 assignment = self._assign(step, world)
                 info = {
                     **batch_stats(assignment.groups, step, self._max_staleness),
                     **source_stats(assignment.groups, self._source_names),
                     "masked_tokens": assignment.masked_tokens,
                 }
-                return BatchReady(info), assignment.shards[rank].to_frames()
-            case BeginPush():
-                return PushTargets([]), ()
-            case StepDone() | Pushed():
-                return Done(), ()
-            case Finish():
+                return protocol.BatchReady(info), assignment.shards[rank].to_frames()
+            case protocol.BeginPush():
+                return protocol.PushTargets([]), ()
+            case protocol.StepDone() | protocol.Pushed():
+                return protocol.Done(), ()
+            case protocol.Finish():
                 lost = self._store.missing_trajectories()
                 totals = {"groups": self._store.counts(), "trajectories_lost": lost, "drained": 0}
-                return Facts(totals), ()
+                return protocol.Facts(totals), ()
         raise ValueError(f"{request} needs servers, and a stored run has none")
 
     def _assign(self, step: int, world: int) -> BatchAssignment:
@@ -160,10 +146,10 @@ class StoredRunController:
 
 async def serve(run_dir: Path) -> None:
     """Answer the trainer until `Finish` or SIGTERM. Raises the error of any part."""
-    server = MessageServer(run_dir, StoredRunController(load_config(run_dir)).handle)
+    server = protocol.MessageServer(run_dir, StoredRunController(load_config(run_dir)).handle)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.finished.set)
     try:
-        await run_until(server.finished, server.serve())
+        await protocol.run_until(server.finished, server.serve())
     finally:
         await server.close()
 

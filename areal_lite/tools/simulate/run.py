@@ -15,16 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from areal_lite.config import TrainConfig
-from areal_lite.controller.protocol import (
-    BatchReady,
-    BeginPush,
-    PullBatch,
-    Pushed,
-    PushTargets,
-    Request,
-    Resync,
-    StepDone,
-)
+from areal_lite.controller import protocol
 from areal_lite.controller.service import Controller
 from areal_lite.controller.sources import Dependencies, Source
 from areal_lite.data.tokenizer import Tokenizer
@@ -124,13 +115,13 @@ class SimulatedTrainer:
         world = self.config.trainer.data_parallel
         shards, info = [], {}
         while len(shards) < world:
-            request = PullBatch(step, len(shards), world, self._resyncs)
+            request = protocol.PullBatch(step, len(shards), world, self._resyncs)
             response, frames = await self.controller.handle(request)
-            if isinstance(response, Resync):
+            if isinstance(response, protocol.Resync):
                 self._resyncs += 1
                 await self._push(step)
                 continue
-            assert isinstance(response, BatchReady)
+            assert isinstance(response, protocol.BatchReady)
             shards.append(TrainBatch.from_frames(frames))
             info = response.info
         return shards, info
@@ -139,12 +130,12 @@ class SimulatedTrainer:
         if self._cadence.pushes(done):
             await self._push(done)
         else:
-            await self._handle(StepDone(done))
+            await self._handle(protocol.StepDone(done))
 
     async def _push(self, version: int) -> None:
         """Push the weights of `version` to the servers that the controller names."""
-        targets = await self._handle(BeginPush(version))
-        assert isinstance(targets, PushTargets)
+        targets = await self._handle(protocol.BeginPush(version))
+        assert isinstance(targets, protocol.PushTargets)
         await asyncio.sleep(self.speed.prepare_s)
         mode = self.config.rollout.interrupt
         self.servers.pause(
@@ -152,9 +143,9 @@ class SimulatedTrainer:
         )
         await asyncio.sleep(self.speed.pause_s)
         failed = self.servers.resume(targets.servers, version)
-        await self._handle(Pushed(version, failed))
+        await self._handle(protocol.Pushed(version, failed))
 
-    async def _handle(self, request: Request) -> Any:
+    async def _handle(self, request: protocol.Request) -> Any:
         return (await self.controller.handle(request))[0]
 
 
