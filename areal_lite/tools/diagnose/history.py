@@ -174,20 +174,17 @@ class History:
 
     def recent(self, key: str) -> np.ndarray:
         """Return the known values of the recent steps; empty if too few are known."""
-        known = self.values(key)[-int(limit("recent_steps")) :]
-        return _enough(known[np.isfinite(known)])
+        return _known(self.values(key)[-int(limit("recent_steps")) :])
 
     def first(self, key: str) -> np.ndarray:
         """Return the known values of the first steps; empty unless the run is twice as long."""
-        known, least = self.values(key), int(limit("least_steps"))
-        first = known[:least] if len(known) >= 2 * least else _NO
-        return _enough(first[np.isfinite(first)])
+        values, least = self.values(key), int(limit("least_steps"))
+        return _known(values[:least]) if len(values) >= 2 * least else _NO
 
     def middle(self, key: str) -> np.ndarray:
         """Return the known values without the first step and those in which generation ends."""
         last = 1 + self.config.buffer.max_staleness if self.complete else 0
-        known = self.values(key)[1 : len(self.metrics) - last]
-        return _enough(known[np.isfinite(known)])
+        return _known(self.values(key)[1 : len(self.metrics) - last])
 
     def share_of_time(self, key: str) -> float | None:
         """Return the seconds of `key` as a share of the steps' time; None with too few steps."""
@@ -218,7 +215,8 @@ class History:
         return {name: lines[-1] for name, lines in found.items() if lines}
 
 
-def _enough(known: np.ndarray) -> np.ndarray:
+def _known(values: np.ndarray) -> np.ndarray:
+    known = values[np.isfinite(values)]
     return known if len(known) >= limit("least_steps") else _NO
 
 

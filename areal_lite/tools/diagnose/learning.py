@@ -31,14 +31,16 @@ _MAX_TRACES = 16  # its default
     "`trainer.fp32_head=true`",
 )
 def bad_numbers(run: History) -> Sign | None:
-    skipped = [m["step"] for m in run.metrics if m.get("skipped") or m.get("critic_skipped")]
-    lost = [
-        m["step"] for m in run.metrics if {m.get(k, 0.0) for k in ("loss", "grad_norm")} & {None}
+    steps = [
+        m["step"]
+        for m in run.metrics
+        if m.get("skipped")
+        or m.get("critic_skipped")
+        or None in (m.get("loss", 0.0), m.get("grad_norm", 0.0))
     ]
     tokens = int(np.nansum(run.values("nonfinite_tokens")))
-    if not (skipped or lost or tokens):
+    if not (steps or tokens):
         return None
-    steps = sorted({*skipped, *lost})
     return alarm(
         f"{len(steps)} of {len(run.metrics)} steps with a loss or gradient that is not finite"
         f"{f' (first: step {steps[0]})' if steps else ''}, "
@@ -98,7 +100,9 @@ def falling_accuracy(run: History) -> Sign | None:
     rewards, least = run.values("reward_mean"), int(limit("least_steps"))
     sets: dict[str, list[tuple[dict[str, Any], float]]] = defaultdict(list)
     for line in run.evals:
-        if (accuracy := _accuracy(line)) is not None:
+        # At the temperature of training, or else greedy.
+        accuracy = line["greedy"] if line.get("sampled") is None else line["sampled"]
+        if accuracy is not None:
             sets[line["name"]].append((line, accuracy))
     for name, lines in sets.items():
         (_, last), (best, top) = lines[-1], max(lines, key=lambda pair: pair[1])
@@ -115,11 +119,6 @@ def falling_accuracy(run: History) -> Sign | None:
                 f"{earlier.mean():.2f} -> {later.mean():.2f}"
             )
     return None
-
-
-def _accuracy(line: dict[str, Any]) -> float | None:
-    """Return the accuracy at the temperature of training, or the greedy one."""
-    return line["greedy"] if line.get("sampled") is None else line["sampled"]
 
 
 @finding(

@@ -95,12 +95,14 @@ def run_page(run_dir: Path, follow: bool = False) -> str:
     edges = time_edges(run.columns, run.metrics)
     charts = learning_charts(run.metrics, run.evals, run.staleness_bound, run.columns)
     sections = _sections(charts)
-    lanes = None
+    lanes, bin_width = None, ""
     if edges is not None:
         speed = speed_charts(run.columns, run.metrics, edges)
         sections.append({"id": "speed", "title": "Speed", "charts": speed})
         charts += speed
         lanes = lane_data(run, edges)
+        width = lanes["seconds"] / lanes["bins"]
+        bin_width = f"{width:.2g} seconds" if width < 100 else f"{duration(width)} minutes"
     windows = build_windows(run.columns, run.metrics)
     texts = {fact.key: text for fact, (_, text) in zip(FACTS, fact_rows(facts))}
     groups = rollout_sample(run)
@@ -117,7 +119,7 @@ def run_page(run_dir: Path, follow: bool = False) -> str:
         headline=headline(facts, run.steps_planned, run.ended),
         figures=[(name, texts[key]) for key, name in _FIGURES.items() if facts[key] is not None],
         sections=sections,
-        lanes=lanes and {"totals": lanes["totals"], "bin": _seconds(lanes)},
+        lanes=lanes and {"totals": lanes["totals"], "bin": bin_width},
         timeline=bool(windows),
         rollouts=rollouts if len(run.columns) else "",
         tables=[_table("final", "Final numbers", fact_rows(facts)), _step_table(run)],
@@ -178,11 +180,6 @@ def _step_table(run: RunData) -> dict[str, Any]:
     rows = [["–" if m.get(key) is None else short(m[key]) for key in keys] for m in shown]
     title = f"Training steps: the last {len(shown)} of {len(run.metrics)}"
     return _table("steps", title, rows, [_COLUMNS[key] for key in keys], folded=True)
-
-
-def _seconds(lanes: Mapping[str, Any]) -> str:
-    width = lanes["seconds"] / lanes["bins"]
-    return f"{width:.2g} seconds" if width < 100 else f"{duration(width)} minutes"
 
 
 def _json(value: Any) -> str:

@@ -265,17 +265,14 @@ class Progress:
     def _show(self, view: View) -> None:
         self._polled_at = now = self._clock()
         if self._live:
-            self._redraw(self._live, ViewPanel(view, now - self._started_at))
+            width = self._live.console.width
+            if width < self._width:
+                # The terminal has wrapped the old panel, so that its height is unknown.
+                self._live.console.control(Control.clear(), Control.home())
+            self._width = width
+            self._live.update(ViewPanel(view, now - self._started_at), refresh=True)
         elif self._written_at is None or now - self._written_at >= _LOG_INTERVAL_S:
             self._write(view)
-
-    def _redraw(self, live: Live, panel: ViewPanel) -> None:
-        width = live.console.width
-        if width < self._width:
-            # The terminal has wrapped the old panel, so that its height is unknown.
-            live.console.control(Control.clear(), Control.home())
-        self._width = width
-        live.update(panel, refresh=True)
 
     def _write(self, view: View) -> None:
         """Write the line of `view`, if more is done than the last line says."""

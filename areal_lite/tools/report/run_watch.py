@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,7 @@ from areal_lite.run_dir.paths import LOGS_DIR
 from areal_lite.system.processes import start_daemon
 from areal_lite.tools.diagnose.diagnosis import Finding, alarm_line, diagnose
 from areal_lite.tools.diagnose.history import read_history
-from areal_lite.tools.report.panel import (
-    RECENT_STEPS,
-    Notice,
-    Progress,
-    RunState,
-    View,
-    eta,
-    train_view,
-)
+from areal_lite.tools.report import panel
 from areal_lite.tools.report.summary import build_summary, summary_table
 
 # A diagnosis reads so many of the newest steps, of 8 kB each in memory. It may take this share of
@@ -63,12 +56,12 @@ class RunWatch:
         self._warnings = _Warnings(run_dir / LOGS_DIR)
         self._findings = _Findings(run_dir)
         earlier = self._metrics.read()  # by another start of the run
-        self._steps = deque(earlier, RECENT_STEPS)
+        self._steps = deque(earlier, panel.RECENT_STEPS)
         self._rewards = _rewards(earlier)
         self._evaluation: dict[str, Any] | None = None
         self._step_at: float | None = None  # of the newest step of this start
 
-    def view(self) -> View:
+    def view(self) -> panel.View:
         """Return the present content of the panel."""
         now = time.monotonic()
         if steps := self._metrics.read():
@@ -77,8 +70,8 @@ class RunWatch:
             self._step_at = now
         for evaluation in self._evals.read():
             self._evaluation = evaluation
-        return train_view(
-            RunState(
+        return panel.train_view(
+            panel.RunState(
                 config=self._config,
                 steps=list(self._steps),
                 rewards=self._rewards,
@@ -99,17 +92,18 @@ class _Findings:
 
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir
-        self._notices: list[Notice] = []
+        self._notices: list[panel.Notice] = []
         self._diagnosis: Future[list[Finding]] | None = None
         self._started_at = 0.0
         self._due_at = 0.0
 
-    def read(self, now: float) -> list[Notice]:
+    def read(self, now: float) -> list[panel.Notice]:
         """Return the notices of the newest diagnosis, and start the next one if it is due."""
         if self._diagnosis is None:
             if now >= self._due_at:
                 self._started_at = now
-                self._diagnosis = start_daemon(self._diagnose)
+                history = partial(read_history, self._run_dir, newest=_DIAGNOSED_STEPS)
+                self._diagnosis = start_daemon(lambda: diagnose(history()))
         elif self._diagnosis.done():
             cost_s = now - self._started_at
             self._due_at = now + max(_DIAGNOSIS_INTERVAL_S, cost_s / _DIAGNOSIS_SHARE)
@@ -119,16 +113,15 @@ class _Findings:
             self._diagnosis = None
         return self._notices
 
-    def _diagnose(self) -> list[Finding]:
-        return diagnose(read_history(self._run_dir, newest=_DIAGNOSED_STEPS))
 
-
-def finding_notices(findings: list[Finding], run_dir: Path) -> list[Notice]:
+def finding_notices(findings: list[Finding], run_dir: Path) -> list[panel.Notice]:
     """Return the most important findings, and the command that says what to do."""
     if not findings:
         return []
-    shown = [Notice(finding.severity, finding.title) for finding in findings[:_SHOWN_FINDINGS]]
-    return [*shown, Notice("remedy", f"areal-lite diagnose {run_dir}")]
+    shown = [
+        panel.Notice(finding.severity, finding.title) for finding in findings[:_SHOWN_FINDINGS]
+    ]
+    return [*shown, panel.Notice("remedy", f"areal-lite diagnose {run_dir}")]
 
 
 class _Warnings:
@@ -138,15 +131,15 @@ class _Warnings:
         """Leave out what an earlier start has logged."""
         self._logs = logs
         self._read = {path: path.stat().st_size for path in self._paths()}
-        self._notices: deque[Notice] = deque(maxlen=_SHOWN_WARNINGS)
+        self._notices: deque[panel.Notice] = deque(maxlen=_SHOWN_WARNINGS)
 
-    def read(self) -> list[Notice]:
+    def read(self) -> list[panel.Notice]:
         """Return the newest warnings, the newest first."""
         for path in self._paths():
             for line in self._new_lines(path):
                 if found := _WARNING.match(line):
                     text = f"{found['time']} {path.stem}: {found['text']}"
-                    self._notices.appendleft(Notice(found["level"].lower(), text))
+                    self._notices.appendleft(panel.Notice(found["level"].lower(), text))
         return list(self._notices)
 
     def _paths(self) -> list[Path]:
@@ -166,7 +159,7 @@ class ConsoleObserver:
 
     @contextmanager
     def watch(self, config: TrainConfig, run_dir: Path) -> Iterator[Callable[[], None]]:
-        with Progress(RunWatch(config, run_dir).view) as progress:
+        with panel.Progress(RunWatch(config, run_dir).view) as progress:
             yield progress.poll
 
     @contextmanager
@@ -175,13 +168,13 @@ class ConsoleObserver:
     ) -> Iterator[Callable[[], None]]:
         started_at = time.monotonic()
 
-        def view() -> View:
+        def view() -> panel.View:
             count = done()
             pace_s = [(time.monotonic() - started_at) / count] if count else []
-            left = eta(pace_s, total - count, 0.0)
-            return View(title=title, unit=unit, done=count, total=total, eta_s=left)
+            left = panel.eta(pace_s, total - count, 0.0)
+            return panel.View(title=title, unit=unit, done=count, total=total, eta_s=left)
 
-        with Progress(view) as progress:
+        with panel.Progress(view) as progress:
             yield progress.poll
 
     def summarize(
