@@ -330,18 +330,13 @@ def _chat_messages(message: Message) -> list[Message]:
     messages = []
     for is_result, blocks in itertools.groupby(content, lambda b: b.get("type") == "tool_result"):
         if is_result:
-            messages += [_tool_message(block) for block in blocks]
+            messages += [
+                {"role": "tool", "tool_call_id": b.get("tool_use_id"), "content": b.get("content")}
+                for b in blocks
+            ]
         else:
             messages.append({"role": role, "content": list(blocks)})
     return messages
-
-
-def _tool_message(block: dict[str, Any]) -> Message:
-    return {
-        "role": "tool",
-        "tool_call_id": block.get("tool_use_id"),
-        "content": block.get("content"),
-    }
 
 
 def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -382,10 +377,7 @@ def _anthropic_response(answer: Answer) -> dict[str, Any]:
         "content": content,
         "stop_reason": _STOP_REASONS.get(answer.finish_reason, ended),
         "stop_sequence": answer.stop_text,
-        "usage": {
-            "input_tokens": answer.prompt_tokens,
-            "output_tokens": answer.completion_tokens,
-        },
+        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens},
     }
 
 
