@@ -442,7 +442,7 @@ class StoreThread:
         self._commit([call for call in calls if call.method is not None])
         if closing:
             self._store.close()
-            self._answer(closing)
+            self._loop.call_soon_threadsafe(self._settle, closing)
         return bool(closing)
 
     def _commit(self, calls: list[_Call]) -> None:
@@ -457,13 +457,10 @@ class StoreThread:
                 self._store.rollback()
             for call in calls:
                 call.error = error
-        self._answer(calls)
-
-    def _answer(self, calls: list[_Call]) -> None:
-        """Set the futures on the event loop, a few at a time."""
         self._loop.call_soon_threadsafe(self._settle, calls)
 
     def _settle(self, calls: list[_Call], first: int = 0) -> None:
+        """Set the futures, a few in each turn of the event loop."""
         for call in calls[first : first + _RESULTS_AT_ONCE]:
             if call.future.cancelled():
                 continue
