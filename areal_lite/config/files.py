@@ -33,10 +33,9 @@ def save_config(config: Any, run_dir: Path) -> Path:
 
 
 def load_config(run_dir: Path, schema: type = TrainConfig) -> Any:
-    """Read what `save_config` wrote, as an instance of `schema`.
+    """Read what `save_config` wrote, as an instance of `schema`, without unknown settings.
 
-    Settings of another version, which `schema` does not have, are left out. Raises ValueError
-    when the file is missing or does not fit the schema.
+    Raises ValueError when the file is missing or does not fit the schema.
     """
     stored: Any = OmegaConf.to_container(stored_settings(run_dir))
     try:
@@ -62,8 +61,7 @@ def _known(stored: dict[str, Any], section: type) -> dict[str, Any]:
 def changed_settings(config: Any, run_dir: Path) -> dict[str, tuple[Any, Any]]:
     """Return by key the values, in `config` and in <run_dir>/config.yaml, that differ.
 
-    How a run continues is left out, and its key, which is drawn anew for each start. Raises
-    ValueError as `stored_settings` does.
+    Left out is what each start has of its own. Raises ValueError as `stored_settings` does.
     """
     both = OmegaConf.structured(config), stored_settings(run_dir)
     now, before = (_flat(OmegaConf.to_container(one, resolve=True)) for one in both)

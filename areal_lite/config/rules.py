@@ -1,8 +1,8 @@
 """Rules over several settings that need nothing but the settings.
 
 A broken rule is a ValueError of one line that names the keys, their values and the remedy.
-`cautions` are about settings that are allowed but may not do what they are for: every command shows
-them. launch/preflight.py checks what rules cannot: the machine, files, and imported functions.
+`cautions` are about settings that are allowed but may not do what they are for.
+launch/preflight.py checks what rules cannot: the machine, files, and imported functions.
 """
 
 from operator import attrgetter

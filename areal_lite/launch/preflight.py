@@ -1,8 +1,7 @@
 """Checks of a configuration before anything starts, without torch.
 
-Each problem is a ValueError of one line that names the key, its value and the remedy. Rules that
-need nothing but the settings are in config/rules.py. Here are the checks of model folders, data
-files, ports, GPUs, functions given by name, and runs that exist already.
+Here are the checks of model folders, data files, ports, GPUs, functions given by name, and runs
+that exist already. Rules that need nothing but the settings are in config/rules.py.
 """
 
 import os

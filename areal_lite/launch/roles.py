@@ -138,11 +138,8 @@ class Roles:
         Of several, the cause is the one that a signal killed, or else the first that reported an
         error. The others failed because they lost it.
         """
-        failed = [role for role in self.roles if role.process.poll() not in (None, 0)]
-        if failed:
-            role = min(
-                failed, key=lambda one: (one.process.returncode > 0, one.log.stat().st_mtime)
-            )
+        if failed := [role for role in self.roles if role.process.poll() not in (None, 0)]:
+            role = min(failed, key=lambda r: (r.process.returncode > 0, r.log.stat().st_mtime))
             raise ProcessFailed(role, f"{role.name} exited with status {role.process.returncode}")
 
     def wait(

@@ -2,9 +2,8 @@
 
     python -m areal_lite.launch.serve <arguments of sglang.launch_server>
 
-SGLang's own workers ask the kernel to be killed when this process dies, so asking it for this
-process covers the whole server. The API key comes through the environment: every user of the
-machine can read command lines. SGLang logs its arguments; the key is removed there.
+SGLang's own workers ask the kernel to be killed when this process dies. The API key comes through
+the environment: every user of the machine can read command lines.
 """
 
 import logging
@@ -22,9 +21,13 @@ def main(argv: list[str]) -> None:
     die_with_parent()
     if key := os.environ.pop(sglang_plugins.ENV_API_KEY, None):
         argv = [*argv, "--api-key", key]
-        logging.getLogger("sglang.srt.entrypoints.engine").addFilter(
-            lambda record: _hide_key(key, record)
-        )
+
+        def hide_key(record: logging.LogRecord) -> bool:  # SGLang logs its arguments
+            record.msg = record.getMessage().replace(key, "***")
+            record.args = ()
+            return True
+
+        logging.getLogger("sglang.srt.entrypoints.engine").addFilter(hide_key)
     if os.environ.get(sglang_plugins.ENV_DEVICE) == "cpu":
         cpu_device().prepare_server()  # before the first import of SGLang
 
@@ -43,13 +46,6 @@ def main(argv: list[str]) -> None:
         run_server(prepare_server_args(argv))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
-
-
-def _hide_key(key: str, record: logging.LogRecord) -> bool:
-    """Remove the key from a log record, and return True to keep the record."""
-    record.msg = record.getMessage().replace(key, "***")
-    record.args = ()
-    return True
 
 
 if __name__ == "__main__":

@@ -90,8 +90,7 @@ def check_cuda() -> None:
 
 def cuda_home() -> Path:
     """Return the folder of the CUDA toolkit, searched where SGLang and tvm-ffi search it."""
-    configured = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if configured:
+    if configured := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
         return Path(configured)
     nvcc = shutil.which("nvcc")
     return Path(nvcc).parents[1] if nvcc else Path("/usr/local/cuda")

@@ -23,8 +23,7 @@ _START_S = time.time() - time.monotonic()
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent dies for any reason (Linux only).
 
-    It does nothing unless the parent asked for it through the environment: a user's own
-    `areal-lite train &` outlives the shell.
+    Only if the parent asked for it: a user's own `areal-lite train &` outlives the shell.
     """
     parent = os.environ.get(ENV_DIE_WITH_PARENT)
     if parent is None or not sys.platform.startswith("linux"):
