@@ -406,7 +406,7 @@ def test_the_plan_is_just_above_what_torch_holds(hf, recompute, tokens):
 )
 def test_what_fits_into_one_gpu(hf, fits, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (tmp_path / "tokenizer.json").write_text("{}")
+    build_char_tokenizer().save_pretrained(tmp_path)
     hf.save_pretrained(tmp_path)
     where = [f"model={tmp_path}", f"run_dir={tmp_path / 'run'}"]
     config = cli.checked_config("train", ["+experiment=[gsm8k,one_gpu]", *where])
@@ -422,7 +422,7 @@ def test_a_cache_without_room_for_a_sequence_does_not_fit():
 
 def test_the_dry_run_shows_what_fits(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (tmp_path / "tokenizer.json").write_text("{}")
+    build_char_tokenizer().save_pretrained(tmp_path)
     QWEN_1_5B.save_pretrained(tmp_path)
     where = [f"model={tmp_path}", f"run_dir={tmp_path / 'run'}"]
     assert cli.main(["train", "--dry-run", "+experiment=[gsm8k,one_gpu]", *where]) == 0
