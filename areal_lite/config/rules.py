@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from areal_lite.config.algo import AlgoConfig
 from areal_lite.config.commands import SlurmConfig, TrainConfig
-from areal_lite.config.data import Sampled, naming, reference_folders, source_configs
+from areal_lite.config.data import reference_folders, source_configs
 from areal_lite.config.fields import keys_of
 from areal_lite.config.sections import (
     MAX_PROMPTS,
@@ -38,7 +38,7 @@ def check_rules(config: Any) -> None:
     if hasattr(config, "server"):
         _check_server(config.server)
     if isinstance(config, TrainConfig):
-        check_sources(config)
+        source_configs(config)  # checks their settings
         check_trainer(config.trainer)
         _check_objective(config)
         _check_divergence(config)
@@ -48,14 +48,6 @@ def check_rules(config: Any) -> None:
         check_push(config)
     if isinstance(config, SlurmConfig):
         _check_cluster(config)
-
-
-def check_sources(config: Sampled) -> None:
-    """Check the data of each source."""
-    for name, own in source_configs(config).items():
-        with naming(name):
-            if own.data.source in ("jsonl", "hf") and not own.data.path:
-                raise ValueError(f"data.path is not set: data.source={own.data.source} needs it")
 
 
 def _check_server(server: ServerConfig) -> None:

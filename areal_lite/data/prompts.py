@@ -127,14 +127,10 @@ def load_eval_sets(
 def jsonl_prompts(config: DataConfig, tokenizer: Tokenizer, split: Split) -> TextPrompts:
     """Open the JSONL file that `data.path` or `data.eval_path` names."""
     key = "path" if split == "train" else "eval_path"
-    path = getattr(config, key)
-    if path is None:
-        raise ValueError(
-            f"data.source=jsonl needs data.{key}, a file with one JSON object per line"
-        )
-    if not Path(path).is_file():
-        raise ValueError(f"data.{key}={path} is not a file")
-    return TextPrompts(_jsonl_file(Path(path)), config, tokenizer)
+    path = Path(getattr(config, key) or "null")
+    if not path.is_file():
+        raise ValueError(f"data.{key}={path}: no such file")
+    return TextPrompts(_jsonl_file(path), config, tokenizer)
 
 
 def hf_prompts(
@@ -356,6 +352,8 @@ def hf_rows(config: DataConfig, split: Split, name: str, part: str) -> Iterator[
         raise ValueError("data.source=hf needs data.path, the name or the folder of a data set")
     folder = Path(path, name)
     if folder.is_file():
+        if split == "eval" and not config.eval_path:
+            raise ValueError(f"data.eval_path is not set: {path} is one file, to train on")
         return _parquet_file(folder) if folder.suffix == ".parquet" else _jsonl_file(folder)
     if not folder.is_dir():
         datasets = _library("datasets")

@@ -185,18 +185,26 @@ def check_sources(config: Sampled) -> None:
     """Check the files, the reward and the workflow of each data source."""
     for name, own in source_configs(config).items():
         with naming(name):
+            if own.data.source in ("jsonl", "hf") and not own.data.path:
+                raise ValueError(f"data.path is not set: data.source={own.data.source} needs it")
             prompt_source(own.data)
-            is_file = own.data.source == "jsonl"
-            if is_file and not os.path.exists(own.data.path or ""):
-                raise ValueError(f"data.path={own.data.path}: no such file")
             load_reward_function(own.reward.function)
             load_workflow(own.rollout)
-            if is_file and isinstance(own, TrainConfig) and own.eval.problems:
-                path, remedy = own.data.eval_path, "give held-out problems, or set eval.problems=0"
-                if path is None:
-                    raise ValueError(f"data.eval_path is not set: {remedy}")
-                if not os.path.exists(path):
-                    raise ValueError(f"data.eval_path={path}: no such file; {remedy}")
+            if own.data.source == "jsonl":
+                _check_files(own)
+
+
+def _check_files(config: Sampled) -> None:
+    """Check that the files are there which the command reads: to train, and to evaluate."""
+    data, remedy = config.data, "give held-out problems"
+    if isinstance(config, TrainConfig):
+        if not os.path.isfile(data.path or ""):
+            raise ValueError(f"data.path={data.path}: no such file")
+        if not config.eval.problems:
+            return
+        remedy += ", or set eval.problems=0"
+    if not os.path.isfile(data.eval_path or ""):
+        raise ValueError(f"data.eval_path={data.eval_path or 'null'}: no such file; {remedy}")
 
 
 def _prompts_come_again(config: TrainConfig) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.config import ServerConfig, SyncConfig, save_config
-from areal_lite.config.rules import check_sources as check_source_rules
 from areal_lite.controller.evaluation import Interval, Scores, pooled, score_problems
 from areal_lite.controller.sources import Dependencies, open_sources
 from areal_lite.data.model_folder import check_model_folder
@@ -32,7 +31,6 @@ from areal_lite.tools.commands import EvalCommandConfig
 def check(config: EvalCommandConfig) -> None:
     """Check the model, the data and the machine. Raises ValueError."""
     preflight.check_model("model", config.model)
-    check_source_rules(config)
     preflight.check_sources(config)
     preflight.check_servers(config.server)
     preflight.check_run_dir_of(config)
@@ -45,9 +43,8 @@ def run(config: EvalCommandConfig) -> int:
         remove_files(run_dir)
         check_model_folder(Path(config.model))
         save_config(config, run_dir)
-        return with_servers(
-            config.server, config.model, config.seed, run_dir, [_evaluate(config, run_dir)]
-        )
+        work = map(_evaluate, [config], [run_dir])  # lazily: once the servers are up
+        return with_servers(config.server, config.model, config.seed, run_dir, work)
 
 
 def with_servers(

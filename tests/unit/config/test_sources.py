@@ -76,7 +76,6 @@ def test_a_single_source_is_the_run_itself() -> None:
         ({"reward": "my:f"}, "data.sources.a: reward=my:f: set its keys, such as reward.function="),
         ({"sources": {}}, "data.sources.a: a source has no sources of its own"),
         ("x", "data.sources.a: x is not a set of keys and values"),
-        ({"source": "jsonl"}, "data.sources.a: data.path is not set"),
     ],
 )
 def test_a_mistake_names_the_source_and_the_key(own: Any, message: str) -> None:
@@ -112,7 +111,8 @@ def test_the_command_line_says_what_is_wrong_with_a_source(model, tmp_path, caps
     jsonl = ["data.sources.x.source=jsonl", f"data.sources.x.path={tmp_path}/x.jsonl"]
     for overrides, message in (
         (["data.sources.x.path=nowhere", "data.sources.x.source=jsonl"], "data.path=nowhere: no"),
-        (jsonl, "data.eval_path is not set"),
+        (["data.sources.x.source=jsonl"], "data.path is not set"),
+        (jsonl, "data.eval_path=null: no such file; give held-out"),
         ([*jsonl, "data.sources.x.reward.function=no.such:f"], "reward.function=no.such:f: cannot"),
         (["data.sources.x.workflow_args.a=1"], "rollout.workflow_args={'a': 1}"),
         (["data.sources.x=3"], "3 is not a set of keys"),
@@ -176,3 +176,20 @@ def test_sources_of_a_file_and_of_the_command_line_are_joined(model, tmp_path, c
     assert main(["train", *where, "data.sources.b.args.max_digits=3", "--cfg", "job"]) == 0
     composed = OmegaConf.create(capsys.readouterr().out)
     assert composed.data.sources == {"a": {"weight": 2}, "b": {"args": {"max_digits": 3}}}
+
+
+@pytest.mark.parametrize("eval_path", [None, "nowhere"])
+def test_eval_refuses_a_source_without_held_out_problems(model, tmp_path, capsys, eval_path):
+    """The training prompts may be missing: the command does not read them."""
+    overrides = [
+        "data.source=jsonl",
+        "data.path=not_read.jsonl",
+        f"model={model}",
+        f"run_dir={tmp_path / 'run'}",
+        f"data.eval_path={eval_path or 'null'}",
+        "reward.function=areal_lite.rewards.math:math_reward",
+    ]
+    assert main(["eval", *overrides]) == 2
+    line = capsys.readouterr().err
+    assert "data.eval_path" in line and "give held-out problems" in line
+    assert "eval.problems" not in line and not (tmp_path / "run").exists()

@@ -259,17 +259,23 @@ def test_a_bad_line_is_named(model: Path, tmp_path: Path, line: str, complaint: 
 
 
 def test_settings_that_cannot_work_are_named(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.jsonl").touch()
     messages = [{"question": [{"role": "user", "content": "1+1"}], "answer": "2"}]
     cases = [
         (DataConfig(source="csv"), "train", "data.source=csv"),
-        (DataConfig(source="jsonl"), "train", "needs data.path"),
-        (jsonl(tmp_path, ROWS), "eval", "needs data.eval_path"),
+        (DataConfig(source="jsonl"), "train", "data.path=null: no such file"),
+        (jsonl(tmp_path, ROWS), "eval", "data.eval_path=null: no such file"),
         (
             DataConfig(source="jsonl", path="nowhere.jsonl"),
             "train",
-            "data.path=nowhere.jsonl is not a file",
+            "data.path=nowhere.jsonl: no such file",
         ),
         (DataConfig(source="hf"), "train", "needs data.path"),
+        (
+            DataConfig(source="hf", path=str(tmp_path / "one.jsonl")),
+            "eval",
+            "one file, to train on",
+        ),
         (
             DataConfig(source="hf", path=str(tmp_path), args={"train_split": "validation"}),
             "train",
