@@ -177,7 +177,7 @@ REFUSALS = [
     ({"logit_bias": {"5": 1}}, "logit_bias="),
     ({"logprobs": True}, "logprobs=True must be False"),
     ({"seed": 1}, "seed is not supported"),
-    ({"extra_body": {"top_k": 5}}, "top_k is not supported: tokens must be sampled from the"),
+    ({"extra_body": {"top_k": 5}}, "top_k=5 must be -1 or 0: tokens must be sampled from the"),
     ({"response_format": {"type": "json_object"}}, "response_format="),
     ({"max_tokens": 0}, "max_tokens=0 must be a positive integer"),
     ({"stop": [""]}, "stop=.* none of them empty"),
