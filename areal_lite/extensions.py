@@ -11,15 +11,15 @@ from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 COMMANDS = "areal_lite.commands"
-"""Commands of `areal-lite`, besides those of the core."""
+"""Further commands of `areal-lite`."""
 STAGES = "areal_lite.stages"
-"""Stages of those commands, each a `Command` that is run as a module of its own."""
+"""Stages of these commands, each a `Command` that runs as a module of its own."""
 MODES = "areal_lite.modes"
 """Options of the core's commands that show something instead of starting a run."""
 DEVICES = "areal_lite.devices"
 """Devices without CUDA. The entry `cpu` is a `Device`."""
 OBSERVERS = "areal_lite.observers"
-"""What a person sees of a run. The entry `console` is an `Observer` (launch/local.py)."""
+"""Displays of a run. The entry `console` is an `Observer` (launch/local.py)."""
 DATA = "areal_lite.data"
 """Openers of prompts, by `data.source` (data/prompts.py)."""
 DEBUG_MODES = "areal_lite.debug"
@@ -27,7 +27,7 @@ DEBUG_MODES = "areal_lite.debug"
 TRACKERS = "areal_lite.trackers"
 """Where metrics go besides metrics.jsonl (run_dir/metrics.py)."""
 TRANSPORTS = "areal_lite.transports"
-"""Ways of the weights to the servers, besides those of the core (weights/push.py)."""
+"""Further transports of weights to the servers (weights/push.py)."""
 
 
 class Device(Protocol):

@@ -124,7 +124,7 @@ class ClusterConfig:
     )
     chain: int = setting(
         1,
-        "More than 1: submit so many jobs, one after the other, instead of one that is requeued.",
+        "Jobs to submit, to run one after the other. 1: a single job, which requeues itself.",
         within=(1, 1000),
     )
     job_name: str = setting("areal_lite", "Name of the job.")

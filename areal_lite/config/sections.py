@@ -254,8 +254,8 @@ class TrainerConfig:
     )
     recompute: str = setting(
         "none",
-        "Activations computed again in the backward pass: none, those of attention (selective), "
-        "or those of whole layers (full).",
+        "What the backward pass recomputes: nothing, the activations of attention (selective), "
+        "or all activations of a layer (full).",
         choices=("none", "selective", "full"),
     )
     device: str = setting(

@@ -176,7 +176,7 @@ class BatchAssignment:
     shards: list[TrainBatch]  # one per data-parallel rank
     masked_tokens: int = 0  # overdue ones
     group_ids: list[int] = field(default_factory=list)  # the groups that the step uses up
-    passed: int = 0  # groups, up to this batch, that passed the oldest one that still runs
+    passed: int = 0  # groups that passed the oldest unfinished group, up to this batch
     # Replay: group id and sample index of each episode, by group of the batch.
     draws: list[list[tuple[int, int]]] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)  # for the metrics

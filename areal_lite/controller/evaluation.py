@@ -46,7 +46,7 @@ class Scores:
     def record(self) -> dict[str, Any]:
         """Return the scores as JSON values, as they are in evals.jsonl.
 
-        Intervals are those of `interval`. `greedy_interval` is None when a reward is outside
+        `interval` computes the intervals. `greedy_interval` is None when a reward is outside
         [0, 1], `sampled` without samples. `pass_at_k` has each power of two up to their number; a
         sample is correct if its reward is positive.
         """

@@ -154,7 +154,7 @@ class Controller:
         self._generation: asyncio.Task[None] | None = None
         self._saved_totals: dict[str, int] = {}
         self._resumes = False
-        # Whether this controller has taken the place of one that was killed under the trainer.
+        # Whether this controller replaces a killed one, while the trainer runs on.
         self._trainer_runs = False
 
     def recover(self, store: Store, step: int, trainer_runs: bool = False) -> None:

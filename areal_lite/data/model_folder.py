@@ -100,7 +100,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
         )
     if others := found - files if not named else {folder / _SINGLE} & found - files:
         raise ValueError(
-            f"{min(others)} is no part of the checkpoint, and SGLang or transformers would read it:"
+            f"{min(others)} is not part of the checkpoint but SGLang or transformers would read it:"
             " remove it"
         )
     tensors: dict[str, Path] = {}

@@ -66,9 +66,9 @@ OnStep = Callable[[dict[str, Any]], object]
 
 
 class Observer:
-    """What a person sees of a run. This one prints a line for each step and writes no report.
+    """Show a run to a person: print a line for each step, and write no report.
 
-    The entry `console` of `areal_lite.observers` is a better one, with these methods.
+    The entry `console` of `areal_lite.observers` has the same methods, and shows more.
     """
 
     @contextmanager

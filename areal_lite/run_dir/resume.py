@@ -43,7 +43,7 @@ from areal_lite.system.files import sync_path
 STOPPED = os.EX_TEMPFAIL  # exit status of a run that was stopped and can be started again
 
 TRAINER_RUNS = "trainer-runs"
-"""The last argument of a controller that takes the place of one that was killed."""
+"""The last argument of a controller that replaces a killed one."""
 
 CONTROLLER_FILES = (
     paths.CONTROLLER_FILE,

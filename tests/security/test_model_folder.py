@@ -146,7 +146,7 @@ def test_every_tensor_is_there_and_no_other(architecture: str, tmp_path: Path) -
 def test_one_set_of_files_is_the_checkpoint(model: Path) -> None:
     """SGLang reads every safetensors file without an index; transformers prefers a single one."""
     shutil.copy(model / "model.safetensors", model / "zz_backup.safetensors")
-    assert "zz_backup.safetensors is no part of the checkpoint" in refusal(model)
+    assert "zz_backup.safetensors is not part of the checkpoint" in refusal(model)
     (model / "model.safetensors").unlink()
     assert "neither model.safetensors nor model.safetensors.index.json" in refusal(model)
     names = load_file(model / "zz_backup.safetensors")
@@ -156,7 +156,7 @@ def test_one_set_of_files_is_the_checkpoint(model: Path) -> None:
     shutil.copy(model / "zz_backup.safetensors", model / "other.safetensors")
     check_model_folder(model)  # nobody reads it
     shutil.copy(model / "zz_backup.safetensors", model / "model.safetensors")
-    assert "model.safetensors is no part of the checkpoint" in refusal(model)
+    assert "model.safetensors is not part of the checkpoint" in refusal(model)
 
 
 def test_a_tied_head_is_the_embedding(model: Path) -> None:
