@@ -68,8 +68,8 @@ def calls(
     return {
         "GRPO advantages + decoupled PPO loss": forward,
         "the same + backward": lambda: forward().backward(),
-        "PPO + geometric mask, veto": lambda: ppo_loss(
-            x, correction=Correction("mask", 1.01, level="geometric", veto=(1e-4, 100.0)), **clip
+        "PPO + geometric mask": lambda: ppo_loss(
+            x, correction=Correction("mask", 1.01, level="geometric"), **clip
         ),
         **{name: partial(build(AlgoConfig(loss=name)), x) for name, build in RATIO_LOSSES.items()},
         "Trajectory Balance": lambda: trajectory_balance_loss(

@@ -106,7 +106,6 @@ def grpo(
     leave_one_out: bool = False,
     batch_mean: Moments | None = None,
     batch_std: Moments | None = None,
-    squared_norms: Tensor | None = None,
 ) -> Tensor:
     """Compute advantages relative to groups, from rewards float [n] and ids int [n]: float [n].
 
@@ -119,7 +118,6 @@ def grpo(
         leave_one_out: take the mean of the other episodes as baseline
         batch_mean: `moments` of the batch, for its mean; a group of equal rewards then has a signal
         batch_std: the same, for its deviation (with the group's mean in arXiv 2508.08221)
-        squared_norms: float [n], to take the baseline of `optimal_baseline`
     """
     _, group = torch.unique(group_ids, return_inverse=True)
     weights = torch.ones_like(rewards) if episode_ids is None else shares(rewards, episode_ids)
@@ -129,8 +127,6 @@ def grpo(
     if batch_mean is not None:
         advantages = rewards - batch_mean.mean
         size = torch.full_like(rewards, batch_mean.count)
-    if squared_norms is not None:
-        advantages = centred - optimal_baseline(centred, group, squared_norms)
     if leave_one_out:
         # mean - mean of the others = (mean of the episode - mean) / (episodes - 1)
         advantages = advantages + episode_mean(advantages, episode_ids) / (size - 1).clamp(min=1)
@@ -162,21 +158,6 @@ def _centred(rewards: Tensor, weights: Tensor, group: Tensor, count: Tensor) -> 
     lowest = zeros.scatter_reduce(0, group, rewards, "amin", include_self=False)
     highest = zeros.scatter_reduce(0, group, rewards, "amax", include_self=False)
     return torch.where((highest > lowest)[group], rewards - mean[group], 0.0)
-
-
-def optimal_baseline(rewards: Tensor, group_ids: Tensor, squared_norms: Tensor) -> Tensor:
-    """Compute the baseline of least variance, sum_i q_i r_i / sum_i q_i over the group: float [n].
-
-    q_i is the squared norm of what trajectory i adds to the gradient per unit of advantage. With
-    orthogonal and equally long gradients of tokens it is proportional to the sum of w_t^2: the
-    length without weights (OPO, arXiv 2505.23585), or w_i^2 times the length (OPOB of VCPO, arXiv
-    2602.17616, which measures norms). squared_norms: float [n] >= 0, q up to a factor; the baseline
-    is 0 where all are 0.
-    """
-    _, group = torch.unique(group_ids, return_inverse=True)
-    sums = rewards.new_zeros(2, count_ids(group))
-    total, norm = sums.index_add_(1, group, torch.stack([squared_norms * rewards, squared_norms]))
-    return torch.where(norm > 0, total / norm, torch.zeros_like(norm))[group]
 
 
 def rloo(rewards: Tensor, group_ids: Tensor, *, episode_ids: Tensor | None = None) -> Tensor:

@@ -19,34 +19,27 @@ Modes, the bound on w:
                  low = 0 leaves only the upper bound. Two bounds on tokens are IcePop's (Ring-1T,
                  arXiv 2510.18855); on geometric means they are a trust region of sequences
     off          w = 1
-
-A veto removes a whole sequence if one of its tokens is outside wide bounds. Such a token is a
-fault, not a stale policy.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from areal_lite.algo.sequences import sequence_length, sequence_mean, sequence_sum
+from areal_lite.algo.sequences import sequence_mean, sequence_sum
 
 MODES = ("cap", "mask", "off")
 LEVELS = ("token", "geometric", "product")
-# The square of a weight of e^300 is still finite in float64, and so is a sum of such squares.
-_LARGEST_LOG_WEIGHT = 300.0
 
 
 @dataclass(frozen=True)
 class Correction:
-    """The keywords of `behavior_weight`. A veto, and a level of sequences, need sequence ids."""
+    """The keywords of `behavior_weight`. A level of sequences needs sequence ids."""
 
     mode: str = "cap"
     cap: float = 5.0
     low: float | None = None
     level: str = "token"
-    veto: tuple[float, float] | None = None
 
 
 def finite_mask(mask: Tensor, behavior: Tensor) -> Tensor:
@@ -67,7 +60,6 @@ def behavior_weight(
     cap: float,
     low: float | None = None,
     level: str = "token",
-    veto: tuple[float, float] | None = None,
     sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute each token's importance weight, float [t], and the mask that is left, bool [t].
@@ -79,8 +71,8 @@ def behavior_weight(
     Args:
         prox, behavior: float [t], lp_prox and lp_behav of the module
         mask: bool [t]
-        mode, cap, low, level, veto: see the module; veto is (lowest, highest) weight of a token
-        sequence_ids: int [t]; needed for levels of sequences and for a veto
+        mode, cap, low, level: see the module
+        sequence_ids: int [t]; needed for levels of sequences
 
     Raises ValueError for an unknown mode or level, and for bounds that are not 0 <= low <= cap.
     """
@@ -88,51 +80,17 @@ def behavior_weight(
     mask = finite_mask(mask, behavior)
     log_ratio = torch.where(mask, prox - behavior, torch.zeros_like(prox)).detach()
     kept = mask
-    if veto is not None:
-        ratio = log_ratio.exp()
-        outlier = mask & ~((ratio >= veto[0]) & (ratio <= veto[1]))
-        kept = mask & (_by_sequence(sequence_sum, outlier.float(), mask, sequence_ids) == 0)
     if level != "token":
+        if sequence_ids is None:
+            raise ValueError("a correction of whole sequences needs sequence_ids")
         combine = sequence_mean if level == "geometric" else sequence_sum
-        log_ratio = _by_sequence(combine, log_ratio, mask, sequence_ids)
+        log_ratio = combine(log_ratio, mask, sequence_ids)[sequence_ids]
     weight = torch.ones_like(log_ratio) if mode == "off" else log_ratio.exp()
     if mode == "cap":
         weight = weight.clamp(max=cap)
     elif mode == "mask":
         kept = kept & (weight <= cap) & (weight >= (1 / cap if low is None else low))
     return torch.where(kept, weight, torch.zeros_like(weight)), kept
-
-
-@torch.no_grad()
-def sample_sums(
-    prox: Tensor, behavior: Tensor, mask: Tensor, *, level: str, sequence_ids: Tensor
-) -> dict[str, Tensor]:
-    """Sum what the effective sample size of tokens or sequences needs, as `level` weighs them.
-
-    Returns `samples` and the sums of their unbounded weights and squared weights, float64 scalars
-    that add up; see `algo.metrics.effective_sample_size`. `mask`: with finite behavior log-probs.
-    """
-    log_weight = torch.where(mask, prox - behavior, torch.zeros_like(prox)).double()
-    present = mask
-    if level != "token":
-        combine = sequence_mean if level == "geometric" else sequence_sum
-        log_weight = combine(log_weight, mask, sequence_ids)
-        present = sequence_length(mask, sequence_ids) > 0
-    weight = log_weight[present].clamp(max=_LARGEST_LOG_WEIGHT).exp()
-    return {
-        "samples": present.sum().double(),
-        "sample_weight_sum": weight.sum(),
-        "sample_weight_square_sum": (weight**2).sum(),
-    }
-
-
-def _by_sequence(
-    combine: Callable[..., Tensor], values: Tensor, mask: Tensor, sequence_ids: Tensor | None
-) -> Tensor:
-    """Give every token, float [t], what `combine` makes of its sequence."""
-    if sequence_ids is None:
-        raise ValueError("a correction of whole sequences, or a veto, needs sequence_ids")
-    return combine(values, mask, sequence_ids)[sequence_ids]
 
 
 def _check(mode: str, cap: float, low: float | None, level: str) -> None:

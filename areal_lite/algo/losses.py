@@ -33,7 +33,7 @@ from torch import Tensor
 
 from areal_lite.algo.correction import Correction, behavior_weight, finite_mask
 from areal_lite.algo.metrics import bounded_exp, clip_counts, mismatch, ratio_sums
-from areal_lite.algo.sequences import sequence_length, sequence_mean, sequence_sum
+from areal_lite.algo.sequences import sequence_mean
 
 ESTIMATORS = ("k1", "k2", "k3")
 # Default corrections: truncation at 5, of tokens or of sequences.
@@ -56,8 +56,6 @@ class LossInputs:
     sequence_ids: Tensor | None = None
     # float [t], from `reduction_weights`, used with denominator 1; default: all 1
     weights: Tensor | None = None
-    accepted: Tensor | None = None  # bool [t], from rejection.py: others have no share in the loss
-    group_log_q: Tensor | None = None  # float [t], from `group_log_q`, for `gepo_loss`
     # `behavior_weight(prox, behavior, mask, ...)`, if the caller has computed it
     corrected: tuple[Tensor, Tensor] | None = None
 
@@ -87,8 +85,7 @@ def ppo_loss(
     eps_high: float,
     dual_clip: float | None = None,
     decoupled: bool = True,
-    correction: str | Correction = "cap",
-    correction_cap: float = 5.0,
+    correction: Correction = TOKEN_CAP,
 ) -> LossOutput:
     """Compute the PPO loss, decoupled or naive.
 
@@ -99,10 +96,7 @@ def ppo_loss(
         denominator: N of the module, or 1 with `inputs.weights`
         eps_low, eps_high: clip range, asymmetric as in DAPO (arXiv 2503.14476, eq. 10)
         dual_clip: c > 1 (arXiv 1912.09729, eq. 5)
-        correction: a `Correction`, or a mode at token level that `correction_cap` bounds
     """
-    if isinstance(correction, str):
-        correction = Correction(correction, correction_cap)
     tokens = _correct(inputs, decoupled, correction)
     ratio = bounded_exp(tokens.log_ratio)
     clip = {"eps_low": eps_low, "eps_high": eps_high, "dual_clip": dual_clip}
@@ -151,45 +145,6 @@ def gspo_loss(
         raise ValueError("gspo_loss needs sequence_ids")
     mean = sequence_mean(tokens.log_ratio, tokens.mask, inputs.sequence_ids)
     ratio = bounded_exp(mean[inputs.sequence_ids])
-    clip = {"eps_low": eps_low, "eps_high": eps_high}
-    losses = tokens.weight * clipped(ratio, inputs.advantages, **clip)
-    return _output(inputs, tokens, losses, denominator, ratio, clip)
-
-
-@torch.no_grad()
-def group_log_q(behavior: Tensor, mask: Tensor, sequence_ids: Tensor, group_ids: Tensor) -> Tensor:
-    """Compute log E_q[q] of each sequence's group: float64 [n], 0 for a group without tokens.
-
-    q_i is the geometric mean of the behavior probabilities of sequence i's tokens, and
-    E_q[q] = sum_i q_i^2 / sum_i q_i over the group (GEPO, arXiv 2508.17850).
-
-    behavior: float [t], of whole groups; mask: bool [t], without tokens that have no finite
-    behavior log-prob; group_ids: int [n].
-    """
-    num = len(group_ids)
-    length = sequence_length(mask, sequence_ids, num=num)
-    mean = sequence_sum(behavior.double(), mask, sequence_ids, num=num) / length.clamp(min=1)
-    q = mean.exp() * (length > 0)
-    _, group = torch.unique(group_ids, return_inverse=True)
-    total, squares = (q.new_zeros(num).index_add(0, group, x) for x in (q, q**2))
-    return torch.where(total > 0, squares / total, torch.ones_like(total)).log()[group]
-
-
-def gepo_loss(
-    inputs: LossInputs, *, denominator: float = 1.0, eps_low: float = 0.2, eps_high: float = 0.2
-) -> LossOutput:
-    """Compute the loss of group expectation policy optimization (arXiv 2508.17850).
-
-    PPO with s_i = p_i / E_q[q], where p_i is the geometric mean of the probabilities of sequence
-    i's tokens, and q_i the same of the behavior policy. With sequence-mean weights this is the mean
-    over sequences of the authors' code (yelurebajrang/HeteroRL_GEPO). Raises ValueError without
-    sequence_ids and group_log_q.
-    """
-    tokens = _correct(inputs, decoupled=False, correction=SEQUENCE_CAP)
-    if inputs.sequence_ids is None or inputs.group_log_q is None:
-        raise ValueError("gepo_loss needs sequence_ids and group_log_q")
-    mean = sequence_mean(inputs.logprobs, tokens.mask, inputs.sequence_ids)
-    ratio = bounded_exp(mean[inputs.sequence_ids] - inputs.group_log_q)
     clip = {"eps_low": eps_low, "eps_high": eps_high}
     losses = tokens.weight * clipped(ratio, inputs.advantages, **clip)
     return _output(inputs, tokens, losses, denominator, ratio, clip)
@@ -307,14 +262,13 @@ def value_loss(
 
 def _correct(inputs: LossInputs, decoupled: bool, correction: Correction) -> _Corrected:
     mask = finite_mask(inputs.mask, inputs.behavior)
-    accepted = mask if inputs.accepted is None else mask & inputs.accepted
     if decoupled:
         anchor = inputs.prox
         weight, kept = inputs.corrected or behavior_weight(
-            anchor, inputs.behavior, accepted, sequence_ids=inputs.sequence_ids, **vars(correction)
+            anchor, inputs.behavior, mask, sequence_ids=inputs.sequence_ids, **vars(correction)
         )
     else:
-        anchor, weight, kept = inputs.behavior, accepted.to(inputs.logprobs.dtype), accepted
+        anchor, weight, kept = inputs.behavior, mask.to(inputs.logprobs.dtype), mask
     log_ratio = torch.where(mask, inputs.logprobs - anchor.detach(), torch.zeros_like(anchor))
     return _Corrected(mask, log_ratio, weight, kept)
 

@@ -17,13 +17,13 @@ which is the same with one update per batch, and rejected tokens have the penalt
 
 from areal_lite.algo.metrics import bounded_exp
 from areal_lite.algo.objective import OwnLoss, TokenLoss
-from areal_lite.algo.rejection import distance, outward
+from examples.recipes.m2po import outward
 
 BOUND, PENALTY = 0.2, 1e-3
 
 
 def dppo(tokens, logprobs, algo):
-    moved = distance(tokens.prox, tokens.behavior, tokens.mask, by="tv") > BOUND
+    moved = (tokens.prox.exp() - tokens.behavior.exp()).abs() > BOUND
     far = moved & outward(tokens.prox, tokens.behavior, tokens.advantages)
     log_ratio = logprobs - tokens.behavior
     losses = -tokens.advantages * bounded_exp(log_ratio) + PENALTY * log_ratio**2

@@ -18,19 +18,26 @@ Their scale (config and script): 8 answers per prompt, learning rate 1e-6, 2048 
 temperature 0.6, data up to 32 steps old (64 in the README's table).
 """
 
-from areal_lite.algo.losses import clipped, group_log_q, kl_estimate
+import torch
+
+from areal_lite.algo.losses import clipped, kl_estimate
 from areal_lite.algo.metrics import bounded_exp
 from areal_lite.algo.objective import OwnLoss, TokenLoss
-from areal_lite.algo.sequences import sequence_mean
+from areal_lite.algo.sequences import sequence_length, sequence_mean, sequence_sum
 
 PENALTY = 0.005
 
 
 def prepare(tokens, algo, reduce):
     """Compute log E_q[q] of each sequence's group. An update has whole groups."""
-    return {
-        "log_q": group_log_q(tokens.behavior, tokens.mask, tokens.sequence_ids, tokens.group_ids)
-    }
+    num, ids = len(tokens.rewards), tokens.sequence_ids
+    length = sequence_length(tokens.mask, ids, num=num)
+    log_q = sequence_sum(tokens.behavior.double(), tokens.mask, ids, num=num)
+    q = (log_q / length.clamp(min=1)).exp() * (length > 0)
+    _, group = torch.unique(tokens.group_ids, return_inverse=True)
+    total, squares = (q.new_zeros(num).index_add(0, group, x) for x in (q, q**2))
+    # A group without tokens has no ratio; any number will do.
+    return {"log_q": torch.where(total > 0, squares / total, 1.0).log()[group]}
 
 
 def gepo(tokens, logprobs, algo, log_q):

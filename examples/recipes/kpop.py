@@ -23,17 +23,34 @@ Their scale (the example): 4 answers per prompt, one update per batch, learning 
 weight decay 0.017, gradient norm 1.0, 1024 new tokens, data up to 2 steps old.
 """
 
+import math
+
+import torch
+from torch import Tensor
+
 from areal_lite.algo.correction import behavior_weight
 from areal_lite.algo.losses import clipped
 from areal_lite.algo.metrics import bounded_exp
 from areal_lite.algo.objective import OwnLoss, TokenLoss
-from areal_lite.algo.rejection import distance
 
 BOUND, CAP = 0.1, 1e6
+# Where p or 1 - p is smaller, the divergence is computed with this (as prime-rl does).
+_LEAST = 1e-6
+
+
+@torch.no_grad()
+def binary_kl(prox: Tensor, behavior: Tensor) -> Tensor:
+    """Compute the larger of the two divergences of each token: float [t], in nats."""
+    bounds = math.log(_LEAST), math.log1p(-_LEAST)
+    log_p, log_q = prox.clamp(*bounds), behavior.clamp(*bounds)
+    chosen = log_p - log_q
+    other = torch.log1p(-log_p.exp()) - torch.log1p(-log_q.exp())
+    forward, reverse = (lp.exp() * chosen + (1 - lp.exp()) * other for lp in (log_p, log_q))
+    return torch.maximum(forward, -reverse).clamp(min=0)
 
 
 def kpop(tokens, logprobs, algo):
-    near = distance(tokens.prox, tokens.behavior, tokens.mask, by="binary_kl") <= BOUND
+    near = binary_kl(tokens.prox, tokens.behavior) <= BOUND
     weight, kept = behavior_weight(
         tokens.prox, tokens.behavior, tokens.mask & near, mode="cap", cap=CAP
     )

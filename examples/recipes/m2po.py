@@ -16,11 +16,45 @@ Their scale (the script): 256 prompts x 8 answers, 4 minibatches, learning rate 
 tokens, data 256 updates old.
 """
 
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
 from areal_lite.algo.metrics import bounded_exp
 from areal_lite.algo.objective import OwnLoss, TokenLoss
-from areal_lite.algo.rejection import batch_limit, outward
 
 BOUND = 0.04
+_LARGEST = 0x7F7FFFFF  # the bits of the largest finite float32
+
+
+def outward(prox: Tensor, behavior: Tensor, advantages: Tensor) -> Tensor:
+    """Mark the tokens whose update moves them further from the behavior policy: bool [t]."""
+    return advantages * (prox - behavior) > 0
+
+
+@torch.no_grad()
+def batch_limit(
+    values: Tensor, *, bound: float, reduce: Callable[[Tensor], Tensor] = lambda partial: partial
+) -> Tensor:
+    """Find the largest limit such that the values up to it have a mean below `bound`: a scalar.
+
+    Every rank calls it, with the values of its tokens, float [t] >= 0. `reduce` sums over ranks.
+    Equal values stay or leave together. The bits of positive float32 numbers are in the order of
+    the numbers, so each round finds eight bits of the limit.
+    """
+    ordered = values.float().sort().values
+    sums = torch.cat([ordered.new_zeros(1), ordered]).double().cumsum(0)
+    digits = torch.arange(256, dtype=torch.int32, device=values.device)
+    limit = torch.zeros_like(digits[:1])
+    for shift, choices in ((24, 128), (16, 256), (8, 256), (0, 256)):
+        candidates = (limit + (digits[:choices] << shift)).clamp(max=_LARGEST)
+        below = torch.searchsorted(ordered, candidates.view(torch.float32), right=True)
+        count, total = reduce(torch.stack([below.double(), sums[below]]))
+        # The mean grows with the limit, so all candidates up to the last good one are good.
+        good = (total < bound * count) | (count == 0)
+        limit = candidates[good.sum() - 1].view(1)
+    return limit.view(torch.float32)[0]
 
 
 def prepare(tokens, algo, reduce):

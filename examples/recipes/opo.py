@@ -15,12 +15,27 @@ reduction=constant divides the sum of token losses by rollout.max_new_tokens, wh
 size of the gradient.
 """
 
-from areal_lite.algo.advantages import optimal_baseline
+import torch
+from torch import Tensor
+
 from areal_lite.algo.correction import behavior_weight
 from areal_lite.algo.objective import OwnLoss
 from areal_lite.algo.sequences import sequence_sum
 
 CAP = 5.0
+
+
+def optimal_baseline(rewards: Tensor, group_ids: Tensor, squared_norms: Tensor) -> Tensor:
+    """Compute the baseline of least variance, sum_i q_i r_i / sum_i q_i over the group: float [n].
+
+    q_i is the squared norm of what sequence i adds to the gradient per unit of advantage. With
+    orthogonal and equally long gradients of tokens it is proportional to the sum of w_t^2.
+    squared_norms: float [n] >= 0, q up to a factor; the baseline is 0 where all are 0.
+    """
+    _, group = torch.unique(group_ids, return_inverse=True)
+    sums = rewards.new_zeros(2, len(rewards))
+    total, norm = sums.index_add_(1, group, torch.stack([squared_norms * rewards, squared_norms]))
+    return torch.where(norm > 0, total / norm, torch.zeros_like(norm))[group]
 
 
 def prepare(tokens, algo, reduce):

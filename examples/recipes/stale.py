@@ -19,16 +19,9 @@ from areal_lite.algo.correction import behavior_weight
 from areal_lite.algo.losses import clipped
 from areal_lite.algo.metrics import bounded_exp
 from areal_lite.algo.objective import OwnLoss, TokenLoss
-from areal_lite.algo.rejection import batch_limit, outward
+from examples.recipes.m2po import outward, prepare
 
-BOUND, CAP = 0.04, 5.0
-
-
-def prepare(tokens, algo, reduce):
-    """Find the largest d^2 that stays, over all tokens of the update."""
-    moving = tokens.mask & outward(tokens.prox, tokens.behavior, tokens.advantages)
-    squares = (tokens.prox - tokens.behavior) ** 2
-    return {"limit": batch_limit(squares[moving], bound=BOUND, reduce=reduce)}
+CAP = 5.0
 
 
 def stale(tokens, logprobs, algo, limit):

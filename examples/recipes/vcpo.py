@@ -20,12 +20,14 @@ updates, 2048 new tokens, weights up to 12 steps old.
 
 import torch
 
-from areal_lite.algo.advantages import optimal_baseline
-from areal_lite.algo.correction import behavior_weight, sample_sums
+from areal_lite.algo.correction import behavior_weight
 from areal_lite.algo.metrics import effective_sample_size
 from areal_lite.algo.objective import OwnLoss
-from areal_lite.algo.sequences import sequence_sum
+from areal_lite.algo.sequences import sequence_length, sequence_sum
+from examples.recipes.opo import optimal_baseline
 
+# The square of a weight of e^300 is still finite in float64, and so is a sum of such squares.
+_LARGEST_LOG_WEIGHT = 300.0
 WEIGHT = {"mode": "cap", "cap": 8.0, "level": "product"}
 
 
@@ -39,8 +41,12 @@ def prepare(tokens, algo, reduce):
     advantages = sequence_sum(tokens.advantages, tokens.mask, ids, num=num) / lengths
     written = tokens.episode_lengths.clamp(min=1)[tokens.episode_ids]
     norms = sequence_sum(weight**2, kept, ids, num=num) / written**2
-    sums = sample_sums(tokens.prox, tokens.behavior, tokens.mask, level="product", sequence_ids=ids)
-    count, total, squares = reduce(torch.stack([*sums.values()])).tolist()
+    log_ratio = (tokens.prox - tokens.behavior).double()
+    present = sequence_length(tokens.mask, ids, num=num) > 0
+    log_weight = sequence_sum(log_ratio, tokens.mask, ids, num=num)[present]
+    unbounded = log_weight.clamp(max=_LARGEST_LOG_WEIGHT).exp()
+    sums = torch.stack([present.sum().double(), unbounded.sum(), (unbounded**2).sum()])
+    count, total, squares = reduce(sums).tolist()
     return {
         "baseline": optimal_baseline(advantages, tokens.group_ids, norms),
         "lr_factor": effective_sample_size(total, squares, count) ** 0.5,

@@ -13,11 +13,10 @@ import torch
 
 from areal_lite.algo.correction import Correction, loglinear_prox
 from areal_lite.algo.losses import LossInputs, gspo_loss, ppo_loss
-from areal_lite.algo.rejection import Rejection, accepted, batch_limit, distance
+from examples.recipes.m2po import batch_limit
 
 BATCHES = json.loads(Path(__file__).with_name("areal_outputs.json").read_text())["batches"]
 CLIP = {"eps_low": 0.2, "eps_high": 0.28}
-UNBOUNDED = Correction("cap", 1e6)
 CAP = Correction("cap", 1.3)
 SEQUENCES = {
     "mask sequences below 1.1": Correction("mask", 1.1, low=0.0, level="geometric"),
@@ -34,15 +33,6 @@ PPO = {
     "no correction, dual clip": {"correction": Correction("off"), "dual_clip": 3.0},
     "around the behavior policy": {"correction": Correction("off"), "decoupled": False},
     **{name: {"correction": correction} for name, correction in SEQUENCES.items()},
-}
-# AReaL's k2 is half of the square, and its k3 is the estimate of the other divergence.
-REJECTIONS = {
-    "k1": Rejection(by="k1", above=0.3, below=-0.4),
-    "k2": Rejection(by="square", above=0.2),
-    "k3": Rejection(by="k3_reverse", above=0.1),
-    "k1 of sequences": Rejection(by="k1", level="sequence", above=0.1, below=-0.1),
-    "k2 of sequences": Rejection(by="square", level="sequence", above=0.2),
-    "k3 of sequences": Rejection(by="k3_reverse", level="sequence", above=0.1),
 }
 GSPO = {
     "gspo": Correction("off"),
@@ -76,27 +66,6 @@ def test_corrections_of_ppo(batch, name):
     assert_equal(output.loss, x, batch["cases"][name])
 
 
-def reject(x: LossInputs, rejection: Rejection, limit: torch.Tensor | None = None) -> torch.Tensor:
-    return accepted(
-        x.prox,
-        x.behavior,
-        x.mask,
-        rejection,
-        sequence_ids=x.sequence_ids,
-        advantages=x.advantages,
-        limit=limit,
-    )
-
-
-@pytest.mark.parametrize("name", REJECTIONS)
-@pytest.mark.parametrize("batch", BATCHES)
-def test_rejections_by_divergence(batch, name):
-    x = inputs(batch)
-    x.accepted = reject(x, REJECTIONS[name])
-    output = ppo_loss(x, denominator=float(x.mask.sum()), correction=UNBOUNDED, **CLIP)
-    assert_equal(output.loss, x, batch["cases"][name])
-
-
 # Where single tokens are rejected, AReaL's GSPO averages the ratio over the others alone.
 @pytest.mark.parametrize("name", GSPO)
 @pytest.mark.parametrize("batch", BATCHES)
@@ -110,10 +79,9 @@ def test_corrections_of_gspo(batch, name):
 @pytest.mark.parametrize("batch", BATCHES)
 def test_the_mask_of_the_second_moment(batch, bound):
     x = inputs(batch)
-    squares = distance(x.prox, x.behavior, x.mask, by="square")
-    limit = batch_limit(squares[x.mask], bound=float(bound))
-    rejection = Rejection(by="square", level="batch", above=float(bound))
-    assert reject(x, rejection, limit).int().tolist() == batch["second moment"][bound]
+    squares = (x.prox - x.behavior) ** 2
+    kept = x.mask & (squares.float() <= batch_limit(squares[x.mask], bound=float(bound)))
+    assert kept.int().tolist() == batch["second moment"][bound]
 
 
 @pytest.mark.parametrize("batch", BATCHES)

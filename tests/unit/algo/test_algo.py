@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_lite.algo.advantages import grpo
-from areal_lite.algo.correction import behavior_weight, loglinear_prox
+from areal_lite.algo.correction import Correction, behavior_weight, loglinear_prox
 from areal_lite.algo.losses import LossInputs, ppo_loss
 
 
@@ -68,8 +68,7 @@ def test_ppo_loss_is_the_sum_over_tokens(seed, n, low, high, dual, decoupled, mo
         eps_high=high,
         dual_clip=dual,
         decoupled=decoupled,
-        correction=mode,
-        correction_cap=1.5,
+        correction=Correction(mode, 1.5),
     )
     assert got.loss.item() == pytest.approx(
         reference(x, 7.0, low, high, dual, decoupled, mode, 1.5), abs=1e-12
@@ -95,7 +94,12 @@ def test_decoupled_with_prox_equal_behavior_is_naive_ppo():
     x = LossInputs(x.logprobs, x.behavior, x.behavior, x.advantages, x.mask)
     losses = [
         ppo_loss(
-            x, denominator=9.0, eps_low=0.2, eps_high=0.2, decoupled=d, correction_cap=math.inf
+            x,
+            denominator=9.0,
+            eps_low=0.2,
+            eps_high=0.2,
+            decoupled=d,
+            correction=Correction(cap=math.inf),
         ).loss
         for d in (True, False)
     ]
@@ -113,7 +117,7 @@ def test_unclipped_decoupled_gradient_is_the_unclipped_naive_gradient():
             eps_low=1e9,
             eps_high=1e9,
             decoupled=decoupled,
-            correction_cap=math.inf,
+            correction=Correction(cap=math.inf),
         )
         grads.append(torch.autograd.grad(out.loss, x.logprobs)[0])
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=1e-12)

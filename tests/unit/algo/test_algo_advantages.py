@@ -12,7 +12,6 @@ from areal_lite.algo.advantages import (
     gae,
     grpo,
     moments,
-    optimal_baseline,
     overlong_penalty,
     reinforce_plus_plus,
     rloo,
@@ -59,42 +58,6 @@ def test_rloo_and_leave_one_out_grpo(groups, seed, std):
     torch.testing.assert_close(
         got, torch.tensor(expected, dtype=torch.float64)[order], rtol=1e-9, atol=1e-12
     )
-
-
-@settings(max_examples=40, deadline=None)
-@given(rewards_of_groups, seeds, st.booleans())
-def test_the_optimal_baseline_weighs_rewards_by_squared_norms(groups, seed, std):
-    rewards, ids, order = scattered(groups, seed)
-    generator = torch.Generator().manual_seed(seed)
-    norms = torch.rand(len(rewards), generator=generator, dtype=torch.float64)
-    expected = []
-    for i, group in zip(rewards.tolist(), ids.tolist()):
-        own = [j for j, other in enumerate(ids.tolist()) if other == group]
-        members = rewards[own].tolist()
-        baseline = float((norms * rewards)[own].sum() / norms[own].sum())
-        a = i - baseline if len(set(members)) > 1 else 0.0
-        expected.append(a / (statistics.stdev(members) + 1e-6) if std and a else a)
-    got = grpo(rewards, ids, squared_norms=norms, divide_by_std=std)
-    torch.testing.assert_close(
-        got, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-12
-    )
-    none = grpo(rewards, ids, squared_norms=torch.zeros_like(norms), divide_by_std=False)
-    torch.testing.assert_close(none, grpo(rewards, ids, divide_by_std=False))
-
-
-def test_no_other_baseline_has_less_variance():
-    """Two arms of unequal gradient norm: the variance of sum_i g_i (r_i - b) is least at b*."""
-    generator = torch.Generator().manual_seed(1)
-    n = 200_000
-    long = torch.rand(n, generator=generator) < 0.3
-    rewards = torch.where(long, 1.0, 0.2).double()
-    norms = torch.where(long, 9.0, 1.0).double()
-    score = norms.sqrt() * torch.randn(n, generator=generator, dtype=torch.float64)
-    best = float(optimal_baseline(rewards, torch.zeros(n, dtype=torch.long), norms)[0])
-    assert best == pytest.approx((0.3 * 9 + 0.7 * 0.2) / (0.3 * 9 + 0.7), rel=0.01)
-    variance = float((score * (rewards - best)).var())
-    for other in (best - 0.1, best + 0.1, float(rewards.mean())):
-        assert variance < float((score * (rewards - other)).var())
 
 
 @settings(max_examples=40, deadline=None)

@@ -21,7 +21,7 @@ LOSSES = {
     "ppo": lambda x: ppo_loss(x, eps_low=0.2, eps_high=0.28, dual_clip=3.0),
     "naive ppo": lambda x: ppo_loss(x, eps_low=0.2, eps_high=0.28, decoupled=False),
     "icepop": lambda x: ppo_loss(
-        x, eps_low=0.2, eps_high=0.28, correction=Correction("mask", 2.0, low=0.5, veto=(0.2, 9.0))
+        x, eps_low=0.2, eps_high=0.28, correction=Correction("mask", 2.0, low=0.5)
     ),
     "gspo": lambda x: gspo_loss(
         x, eps_low=0.1, eps_high=0.1, correction=Correction("mask", 1.5, level="geometric")

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.algo.correction import Correction, behavior_weight, finite_mask, sample_sums
+from areal_lite.algo.correction import Correction, behavior_weight, finite_mask
 from areal_lite.algo.losses import (
     LossInputs,
     cispo_loss,
@@ -31,15 +31,12 @@ corrections = st.builds(
     cap=st.sampled_from([1.2, 2.0]),
     low=st.sampled_from([None, 0.0, 0.7]),
     level=st.sampled_from(["token", "geometric", "product"]),
-    veto=st.sampled_from([None, (0.4, 3.0)]),
 )
 
 
 def plain_weights(row: list[dict], c: Correction, target: str = "prox") -> list[float | None]:
     """The weight of each token of a sequence, None where the token is rejected."""
     ratios = [math.exp(x[target] - x["behav"]) for x in row]
-    if c.veto and any(not c.veto[0] <= r <= c.veto[1] for r in ratios):
-        return [None] * len(row)
     if c.mode == "off":
         return [1.0] * len(row)
     if c.level != "token" and row:
@@ -67,48 +64,6 @@ def test_behavior_weight(seed, c):
     assert kept[usable].tolist() == [w is not None for w in expected]
     assert weight[usable].tolist() == pytest.approx([w or 0.0 for w in expected], rel=1e-12)
     assert not kept[~usable].any() and (weight[~usable] == 0).all()
-
-
-@settings(max_examples=40, deadline=None)
-@given(seeds, st.sampled_from(["token", "geometric", "product"]))
-def test_the_sums_of_samples_add_up_to_the_effective_sample_size(seed, level):
-    x, _, _ = ragged(seed)
-    mask = finite_mask(x.mask, x.behavior)
-
-    def sums(part):
-        return sample_sums(
-            x.prox[part],
-            x.behavior[part],
-            mask[part],
-            level=level,
-            sequence_ids=x.sequence_ids[part],
-        )
-
-    odd = x.sequence_ids % 2 == 1
-    parts = [sums(odd), sums(~odd)]
-    total, square, count = (
-        sum(part[name].item() for part in parts)
-        for name in ("sample_weight_sum", "sample_weight_square_sum", "samples")
-    )
-    ratios = [[math.exp(t["prox"] - t["behav"]) for t in row] for row in rows(x) if row]
-    weights = {
-        "token": [r for row in ratios for r in row],
-        "product": [math.prod(row) for row in ratios],
-        "geometric": [math.prod(row) ** (1 / len(row)) for row in ratios],
-    }[level]
-    assert count == len(weights)
-    assert total == pytest.approx(sum(weights)) and square == pytest.approx(
-        sum(w * w for w in weights)
-    )
-
-
-def test_a_weight_beyond_all_bounds_leaves_finite_sums():
-    prox, ids = torch.tensor([900.0, 0.0]), torch.tensor([0, 1])
-    found = sample_sums(
-        prox, torch.zeros(2), torch.ones(2, dtype=torch.bool), level="product", sequence_ids=ids
-    )
-    ess = found["sample_weight_sum"] ** 2 / found["sample_weight_square_sum"] / found["samples"]
-    assert ess == 0.5
 
 
 @settings(max_examples=40, deadline=None)
