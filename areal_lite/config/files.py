@@ -64,16 +64,16 @@ def changed_settings(config: Any, run_dir: Path) -> dict[str, tuple[Any, Any]]:
     Left out is what each start has of its own. Raises ValueError as `stored_settings` does.
     """
     both = OmegaConf.structured(config), stored_settings(run_dir)
-    now, before = (_flat(OmegaConf.to_container(one, resolve=True)) for one in both)
+    now, before = (flat(OmegaConf.to_container(one, resolve=True)) for one in both)
     keys = sorted((now.keys() | before.keys()) - {"resume", "run_dir", "server.api_key"})
     return {k: (now.get(k), before.get(k)) for k in keys if now.get(k) != before.get(k)}
 
 
-def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
+def flat(settings: Any, prefix: str = "") -> dict[str, Any]:
     """Return settings by their full names."""
     if not isinstance(settings, dict) or not settings:
         return {prefix.removesuffix("."): settings}
-    return {k: v for key, one in settings.items() for k, v in _flat(one, f"{prefix}{key}.").items()}
+    return {k: v for key, one in settings.items() for k, v in flat(one, f"{prefix}{key}.").items()}
 
 
 def stored_settings(run_dir: Path) -> DictConfig:

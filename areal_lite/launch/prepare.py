@@ -41,7 +41,7 @@ def run(config: TrainConfig) -> int:
         with resume.lock_run_dir(run_dir):
             print(write(config))
             return _begin(run_dir)
-    if changed := changed_settings(_settings(config), run_dir):
+    if changed := changed_settings(train_settings(config), run_dir):
         raise ValueError(
             f"run_dir={run_dir}: a run is going on there with other settings of "
             f"{', '.join(changed)}: end it first (docker compose --profile gpu stop, or a file "
@@ -51,7 +51,7 @@ def run(config: TrainConfig) -> int:
     return 0
 
 
-def _settings(config: TrainConfig) -> TrainConfig:
+def train_settings(config: TrainConfig) -> TrainConfig:
     """Leave out the settings of commands other than `train`."""
     return TrainConfig(**{field.name: getattr(config, field.name) for field in fields(TrainConfig)})
 
@@ -60,7 +60,7 @@ def write(config: TrainConfig) -> Path:
     """Write config.yaml and make a folder for logs. Returns the absolute (locked) folder."""
     run_dir = Path(config.run_dir).resolve()
     (run_dir / LOGS_DIR).mkdir(parents=True, exist_ok=True)
-    save_config(_settings(config), run_dir)
+    save_config(train_settings(config), run_dir)
     return run_dir
 
 

@@ -18,21 +18,19 @@ class MakeModelConfig:
     architecture: str = setting(
         "qwen3", "Model type.", choices=("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
     )
-    hidden_size: int = setting(128, "Size of a hidden state.", minimum=1, maximum=65_536)
-    num_layers: int = setting(4, "Layers.", minimum=1, maximum=1024)
-    num_heads: int = setting(4, "Attention heads.", minimum=1, maximum=1024)
-    num_kv_heads: int = setting(2, "Heads of keys and values.", minimum=1, maximum=1024)
-    head_dim: int = setting(32, "Size of a head.", minimum=2, maximum=1024)
-    mlp_size: int = setting(384, "Hidden size of an MLP or expert.", minimum=1, maximum=262_144)
-    num_experts: int = setting(8, "qwen3_moe: experts of a layer.", minimum=1, maximum=1024)
-    experts_per_token: int = setting(
-        2, "qwen3_moe: experts of each token.", minimum=1, maximum=1024
-    )
+    hidden_size: int = setting(128, "Size of a hidden state.", within=(1, 65_536))
+    num_layers: int = setting(4, "Layers.", within=(1, 1024))
+    num_heads: int = setting(4, "Attention heads.", within=(1, 1024))
+    num_kv_heads: int = setting(2, "Heads of keys and values.", within=(1, 1024))
+    head_dim: int = setting(32, "Size of a head.", within=(2, 1024))
+    mlp_size: int = setting(384, "Hidden size of an MLP or expert.", within=(1, 262_144))
+    num_experts: int = setting(8, "qwen3_moe: experts of a layer.", within=(1, 1024))
+    experts_per_token: int = setting(2, "qwen3_moe: experts of each token.", within=(1, 1024))
     tie_embeddings: bool = setting(True, "Share input and output embeddings.")
-    max_position: int = setting(2048, "Longest sequence, in tokens.", minimum=1, maximum=MAX_TOKENS)
-    rope_theta: float = setting(10000.0, "Base of the rotary embedding.", minimum=1, maximum=1e9)
+    max_position: int = setting(2048, "Longest sequence, in tokens.", within=(1, MAX_TOKENS))
+    rope_theta: float = setting(10000.0, "Base of the rotary embedding.", within=(1, 1e9))
     init_std: float = setting(0.09, "Standard deviation of initial weights.", above=0, maximum=10)
-    seed: int = setting(1, "Seed of the initial weights.", minimum=0, maximum=MAX_SEED)
+    seed: int = setting(1, "Seed of the initial weights.", within=(0, MAX_SEED))
 
 
 @dataclass
@@ -42,11 +40,11 @@ class SftConfig:
     model: str = setting(MISSING, MODEL_HELP)
     out: str = setting(MISSING, "Folder to write the trained checkpoint to.")
     run_dir: str = setting("runs/sft-${now:%Y%m%d-%H%M%S}", RUN_DIR_HELP)
-    seed: int = setting(1, SEED_HELP, minimum=0, maximum=MAX_SEED)
-    max_digits: int = setting(8, "Digits of the longest operand.", minimum=1, maximum=12)
+    seed: int = setting(1, SEED_HELP, within=(0, MAX_SEED))
+    max_digits: int = setting(8, "Digits of the longest operand.", within=(1, 12))
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    batch_size: int = setting(64, "Demonstrations of a step.", minimum=1, maximum=1_000_000)
-    forget_carry: float = setting(0.45, "Probability of a forgotten carry.", minimum=0, maximum=1)
+    batch_size: int = setting(64, "Demonstrations of a step.", within=(1, 1_000_000))
+    forget_carry: float = setting(0.45, "Probability of a forgotten carry.", within=(0, 1))
 
 
 @dataclass

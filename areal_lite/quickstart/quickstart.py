@@ -4,11 +4,10 @@
 """
 
 import sys
-from dataclasses import fields
 from pathlib import Path
 
-from areal_lite.config import TrainConfig
 from areal_lite.launch import local
+from areal_lite.launch.prepare import train_settings
 from areal_lite.quickstart import make_model, sft
 from areal_lite.quickstart.command import QuickstartConfig
 from areal_lite.run_dir.resume import STOPPED, clear_stop_request, lock_run_dir, stop_requested
@@ -19,9 +18,6 @@ def run(config: QuickstartConfig) -> int:
 
     A stop that is requested before the training ends it with STOPPED, too.
     """
-    train = TrainConfig(
-        **{field.name: getattr(config, field.name) for field in fields(TrainConfig)}
-    )
     stages = (
         ("make a small model", config.make_model.out, lambda: make_model.run(config.make_model)),
         (
@@ -32,7 +28,7 @@ def run(config: QuickstartConfig) -> int:
         (
             "reinforcement learning: a real SGLang server, a real Megatron trainer",
             None,
-            lambda: local.run_locked(train),
+            lambda: local.run_locked(train_settings(config)),
         ),
     )
     run_dir = Path(config.run_dir)

@@ -20,11 +20,9 @@ class EvalCommandConfig:
 
     model: str = setting(MISSING, MODEL_HELP)
     run_dir: str = setting("runs/eval-${now:%Y%m%d-%H%M%S}", RUN_DIR_HELP)
-    seed: int = setting(1, SEED_HELP, minimum=0, maximum=MAX_SEED)
-    problems: int = setting(200, "Held-out problems.", minimum=1, maximum=1_000_000)
-    samples: int = setting(
-        4, "Sampled answers to each, besides a greedy one.", minimum=0, maximum=10_000
-    )
+    seed: int = setting(1, SEED_HELP, within=(0, MAX_SEED))
+    problems: int = setting(200, "Held-out problems.", within=(1, 1_000_000))
+    samples: int = setting(4, "Sampled answers to each, besides a greedy one.", within=(0, 10_000))
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -42,9 +40,9 @@ class ChatConfig:
     prompts: list[str] = setting(
         [], "Answer each of these prompts by itself, and exit. []: the lines of standard input."
     )
-    seed: int = setting(1, SEED_HELP, minimum=0, maximum=MAX_SEED)
-    temperature: float = setting(1.0, "Sampling temperature. 0: greedy.", minimum=0, maximum=100)
-    max_new_tokens: int = setting(1024, "Longest answer, in tokens.", minimum=1, maximum=MAX_TOKENS)
+    seed: int = setting(1, SEED_HELP, within=(0, MAX_SEED))
+    temperature: float = setting(1.0, "Sampling temperature. 0: greedy.", within=(0, 100))
+    max_new_tokens: int = setting(1024, "Longest answer, in tokens.", within=(1, MAX_TOKENS))
     raw: bool = setting(
         False, "Use no chat template: each line is a prompt as it is, without the lines before."
     )
@@ -56,9 +54,7 @@ class ExportConfig:
     """A run's checkpoint as a Hugging Face folder, written without servers and without a GPU."""
 
     run_dir: str = setting(MISSING, _RUN)
-    step: int | None = setting(
-        None, "Checkpoint step. null: the newest.", minimum=1, maximum=MAX_COUNT
-    )
+    step: int | None = setting(None, "Checkpoint step. null: the newest.", within=(1, MAX_COUNT))
     out: str | None = setting(
         None, "New or empty folder. null: exports/step-N[-adapter] in the run directory."
     )
@@ -83,17 +79,15 @@ class ReportConfig:
     out: str | None = setting(
         None, "For --trace or a comparison. null: trace.json in the run directory, compare.html."
     )
-    port: int = setting(0, "--follow: port of the page. 0: any free one.", minimum=0, maximum=65535)
-    group: int | None = setting(None, "--inspect: group, from 0.", minimum=0, maximum=MAX_COUNT)
-    step: int | None = setting(
-        None, "--inspect: step that used it, from 1.", minimum=1, maximum=MAX_COUNT
-    )
+    port: int = setting(0, "--follow: port of the page. 0: any free one.", within=(0, 65535))
+    group: int | None = setting(None, "--inspect: group, from 0.", within=(0, MAX_COUNT))
+    step: int | None = setting(None, "--inspect: step that used it, from 1.", within=(1, MAX_COUNT))
     version: int | None = setting(
-        None, "--inspect: weight version of at least one token.", minimum=0, maximum=MAX_COUNT
+        None, "--inspect: weight version of at least one token.", within=(0, MAX_COUNT)
     )
-    reward_min: float | None = setting(None, "--inspect: least reward.", minimum=-1e6, maximum=1e6)
-    reward_max: float | None = setting(None, "--inspect: most reward.", minimum=-1e6, maximum=1e6)
-    limit: int = setting(3, "--inspect: most trajectories to print.", minimum=1, maximum=MAX_COUNT)
+    reward_min: float | None = setting(None, "--inspect: least reward.", within=(-1e6, 1e6))
+    reward_max: float | None = setting(None, "--inspect: most reward.", within=(-1e6, 1e6))
+    limit: int = setting(3, "--inspect: most trajectories to print.", within=(1, MAX_COUNT))
 
 
 @dataclass
@@ -126,41 +120,37 @@ class SimulationConfig:
         "Run directory of a run: lengths, speeds and pushes are measured in it, and the settings "
         "below are not used.",
     )
-    length_mean: float = setting(4000.0, "Mean response, in tokens.", minimum=1, maximum=MAX_TOKENS)
+    length_mean: float = setting(4000.0, "Mean response, in tokens.", within=(1, MAX_TOKENS))
     length_spread: float = setting(
         0.9,
         "Standard deviation of the logarithm of a length, before rollout.max_new_tokens cuts it. "
         "0: all alike.",
-        minimum=0,
-        maximum=5,
+        within=(0, 5),
     )
-    prompt_tokens: int = setting(200, "Prompt length, in tokens.", minimum=1, maximum=MAX_TOKENS)
-    uniform_share: float = setting(
-        0.0, "Share of groups of equal rewards.", minimum=0, maximum=0.95
-    )
-    reward_s: float = setting(0.0, "Seconds to score a completion.", minimum=0, maximum=WEEK_S)
+    prompt_tokens: int = setting(200, "Prompt length, in tokens.", within=(1, MAX_TOKENS))
+    uniform_share: float = setting(0.0, "Share of groups of equal rewards.", within=(0, 0.95))
+    reward_s: float = setting(0.0, "Seconds to score a completion.", within=(0, WEEK_S))
     bandwidth_share: float = setting(
         0.7, "Share of the memory bandwidth that decoding reaches.", above=0, maximum=1
     )
     arithmetic_share: float = setting(
         0.4, "Share of the arithmetic that training and prompts reach.", above=0, maximum=1
     )
-    host_ms: float = setting(4.0, "Host's milliseconds in a decoding step.", minimum=0, maximum=1e6)
-    step_fixed_s: float = setting(2.0, "Fixed seconds of a step.", minimum=0, maximum=WEEK_S)
+    host_ms: float = setting(4.0, "Host's milliseconds in a decoding step.", within=(0, 1e6))
+    step_fixed_s: float = setting(2.0, "Fixed seconds of a step.", within=(0, WEEK_S))
     push_gb_s: float = setting(10.0, "Gigabytes that a push sends a second.", above=0, maximum=1e6)
-    push_fixed_s: float = setting(0.3, "Fixed seconds of a pause.", minimum=0, maximum=WEEK_S)
+    push_fixed_s: float = setting(0.3, "Fixed seconds of a pause.", within=(0, WEEK_S))
     warm_up: int | None = setting(
         None,
         "Steps before the measured ones. null: buffer.max_staleness + 2.",
-        minimum=0,
-        maximum=MAX_COUNT,
+        within=(0, MAX_COUNT),
     )
-    steps: int = setting(10, "Measured steps.", minimum=1, maximum=MAX_COUNT)
+    steps: int = setting(10, "Measured steps.", within=(1, MAX_COUNT))
     compare: list[str] = setting(
         [], "Questions to answer by more simulations.", choices=COMPARISONS
     )
     gpus: list[int] = setting(
-        [64, 512, 4096], "compare=[scale]: numbers of GPUs.", minimum=2, maximum=1_000_000
+        [64, 512, 4096], "compare=[scale]: numbers of GPUs.", within=(2, 1_000_000)
     )
     out: str | None = setting(None, "JSON file for the results.")
 

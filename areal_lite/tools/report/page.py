@@ -24,6 +24,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from omegaconf import OmegaConf
 
+from areal_lite.config.files import flat
 from areal_lite.run_dir.metrics import read_events
 from areal_lite.run_dir.paths import PAGE_FILE, STORE_FILE
 from areal_lite.run_dir.store_format import NOT_KEPT
@@ -316,19 +317,11 @@ def _overlaid_histogram(charts: Sequence[dict[str, Any]], names: Sequence[str]) 
 
 def config_differences(configs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return dotted key and the value in each run, of the settings that are not equal in all."""
-    flat = [dict(_flat(config)) for config in configs]
-    keys = dict.fromkeys(key for values in flat for key in values)
+    settings = [flat(config) if config else {} for config in configs]
+    keys = dict.fromkeys(key for values in settings for key in values)
     rows = []
     for key in keys:
-        texts = [json.dumps(values[key]) if key in values else "–" for values in flat]
+        texts = [json.dumps(values[key]) if key in values else "–" for values in settings]
         if len(set(texts)) > 1 and key not in _OWN_KEYS:
             rows.append([key, *texts])
     return rows
-
-
-def _flat(node: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    pairs = []
-    for key, value in node.items():
-        inner = isinstance(value, Mapping) and value
-        pairs += _flat(value, f"{prefix}{key}.") if inner else [(f"{prefix}{key}", value)]
-    return pairs
