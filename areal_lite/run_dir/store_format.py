@@ -379,11 +379,6 @@ class StoreFile:
         self._execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
         self._execute("BEGIN IMMEDIATE")
 
-    def snapshot(self) -> None:
-        """Begin a transaction: every query until `close` sees this moment."""
-        self._execute("BEGIN")
-        next(self._query("SELECT count(*) FROM sqlite_schema"))
-
     def commit(self) -> None:
         """Commit the transaction."""
         self._execute("COMMIT")

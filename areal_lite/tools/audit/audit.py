@@ -40,7 +40,6 @@ from areal_lite.run_dir.paths import (
     TOTALS_FILE,
     existing_run,
 )
-from areal_lite.run_dir.reader import Chunk, Groups, RunReader
 from areal_lite.run_dir.resume import damage
 from areal_lite.tools.audit.records import Check, Records, open_records
 from areal_lite.tools.audit.store import (
@@ -53,6 +52,7 @@ from areal_lite.tools.audit.store import (
 )
 from areal_lite.tools.commands import AuditConfig
 from areal_lite.tools.formatting import counted
+from areal_lite.tools.store_columns import Chunk, ColumnReader, Groups
 from areal_lite.trajectory import GroupState
 
 # A sum of float64 in another order.
@@ -286,7 +286,7 @@ def check_trained(groups: Groups, records: Records) -> Check:
     return check
 
 
-def check_counts(groups: Groups, sums: StepSums, store: RunReader, records: Records) -> Check:
+def check_counts(groups: Groups, sums: StepSums, store: ColumnReader, records: Records) -> Check:
     """Check the counts of the run at its end against the store."""
     check = Check(name="counts", looked_at="none: they are written when the run ends")
     if records.totals or records.summary:
@@ -334,7 +334,7 @@ def audit(run_dir: Path, tokens: bool = False) -> list[Check]:
         return [*checks, *files, last]
 
 
-def _checks_of_store(records: Records, store: RunReader, tokens: bool) -> list[Check]:
+def _checks_of_store(records: Records, store: ColumnReader, tokens: bool) -> list[Check]:
     groups = store.group_table()
     shapes = Shapes(groups.ids)
     newest = (

@@ -17,9 +17,9 @@ import yaml
 from areal_lite.config.files import CONFIG_FILE
 from areal_lite.run_dir.metrics import read_events, read_metrics
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, STORE_FILE, SUMMARY_FILE, TOTALS_FILE
-from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.resume import checkpoint_steps, is_locked
 from areal_lite.system.files import read_json
+from areal_lite.tools.store_columns import ColumnReader
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -80,7 +80,7 @@ class Records:
     totals: dict[str, Any]
     summary: dict[str, Any]
     # the store, frozen at one moment; None without one
-    store: RunReader | None
+    store: ColumnReader | None
 
     @property
     def config(self) -> Settings:
@@ -118,7 +118,7 @@ def open_records(run_dir: Path) -> Iterator[Records]:
     if not path.exists():
         yield Records(**files, store=None)
         return
-    with closing(RunReader(path)) as reader:
+    with closing(ColumnReader(path)) as reader:
         reader.snapshot()
         yield Records(**files, store=reader)
 

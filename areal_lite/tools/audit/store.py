@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from areal_lite.data.sampler import PromptSampler, SourceOrder
-from areal_lite.run_dir.reader import DRAW_FAULTS, GROUP_FAULTS, Chunk, Groups, RunReader
 from areal_lite.run_dir.store_format import NOT_KEPT, check_sums, from_row
 from areal_lite.tools.audit.records import Check, Records, Settings, some
 from areal_lite.tools.formatting import counted
+from areal_lite.tools.store_columns import DRAW_FAULTS, GROUP_FAULTS, Chunk, ColumnReader, Groups
 from areal_lite.trajectory import GroupState, trace_name
 
 _NONE = -1
@@ -29,7 +29,7 @@ COLUMNS = (
 )
 
 
-def check_groups(groups: Groups, found: np.ndarray, records: Records, store: RunReader) -> Check:
+def check_groups(groups: Groups, found: np.ndarray, records: Records, store: ColumnReader) -> Check:
     """Check ids, states and trajectories. `found`: int64 [n], the trajectories that are there."""
     states = ", ".join(
         f"{groups.number(state):,} {state.value.replace('_', ' ')}" for state in GroupState
@@ -61,7 +61,7 @@ def check_groups(groups: Groups, found: np.ndarray, records: Records, store: Run
     return check
 
 
-def _check_tokens(check: Check, groups: Groups, records: Records, store: RunReader) -> None:
+def _check_tokens(check: Check, groups: Groups, records: Records, store: ColumnReader) -> None:
     """Check that tokens are there, or were removed where nothing needs them."""
     kept, removed = groups.kept > 0, groups.kept == 0
     if removed.any():
@@ -85,7 +85,7 @@ def _check_tokens(check: Check, groups: Groups, records: Records, store: RunRead
     check.none_of(owners[~known].tolist(), "tokens of groups that have no row")
 
 
-def check_use(groups: Groups, records: Records, store: RunReader) -> Check:
+def check_use(groups: Groups, records: Records, store: ColumnReader) -> Check:
     """Check that each completed step used one batch, and agrees with metrics.jsonl."""
     sizes = sorted({start["trainer.batch_groups"] for start in records.starts})
     if records.replays:
@@ -132,7 +132,7 @@ def _check_ends(check: Check, steps: int, records: Records) -> None:
     )
 
 
-def _check_draws(check: Check, groups: Groups, store: RunReader) -> None:
+def _check_draws(check: Check, groups: Groups, store: ColumnReader) -> None:
     """Check what was drawn from a replay buffer."""
     for fault, ids in store.faulty(DRAW_FAULTS):
         check.none_of(ids, fault)
@@ -144,7 +144,7 @@ def _check_draws(check: Check, groups: Groups, store: RunReader) -> None:
     )
 
 
-def check_prompts(groups: Groups, records: Records, store: RunReader) -> Check:
+def check_prompts(groups: Groups, records: Records, store: ColumnReader) -> Check:
     """Check that no prompt was lost and none was handed out once too often."""
     total = int(groups.drawn.max(initial=0))
     before = np.concatenate(([0], groups.drawn[:-1]))
@@ -190,7 +190,7 @@ def _epochs(sampler: PromptSampler, total: int) -> str:
     return f" ({'; '.join(passed)})" if passed else ""
 
 
-def _orders(settings: Settings, store: RunReader) -> list[SourceOrder]:
+def _orders(settings: Settings, store: ColumnReader) -> list[SourceOrder]:
     """Return how the prompts of each source were drawn."""
     sizes = store.totals()
     orders = []
@@ -200,7 +200,7 @@ def _orders(settings: Settings, store: RunReader) -> list[SourceOrder]:
     return orders
 
 
-def _asked_less(records: Records, store: RunReader) -> np.ndarray:
+def _asked_less(records: Records, store: ColumnReader) -> np.ndarray:
     """Return the prompts that may be left out, by the rewards of their groups.
 
     Two groups of a retired one were solved. No trajectory of a group of a resting one was.
@@ -332,7 +332,7 @@ def _owners(indices: np.ndarray, n: int) -> np.ndarray:
     return np.bincount(indices, minlength=n).astype(bool)
 
 
-def check_rows(store: RunReader) -> Check:
+def check_rows(store: ColumnReader) -> Check:
     """Read the whole store, one trajectory at a time."""
     damaged: list[str] = []
     total = without = 0

@@ -25,9 +25,9 @@ import numpy as np
 
 from areal_lite.config import source_configs
 from areal_lite.run_dir.paths import STORE_FILE
-from areal_lite.run_dir.reader import RunReader
 from areal_lite.tools.diagnose.history import History, Sign, alarm, finding, hint, limit
 from areal_lite.tools.report.run_data import Columns
+from areal_lite.tools.store_columns import ColumnReader
 
 _STATUS = re.compile(
     r"(?P<running>\d+) running, .*; (?P<requests>\d+) requests on \d+ servers; "
@@ -195,7 +195,7 @@ def repeated_batch(columns: Columns, store: Path) -> str | None:
         and np.array_equal(columns.sampled[before], columns.sampled[after])
         and np.array_equal(columns.reward[before], columns.reward[after], equal_nan=True)
     ]
-    with closing(RunReader(store)) as reader:
+    with closing(ColumnReader(store)) as reader:
         for number in alike[-_BATCHES:]:
             before, after = (np.unique(columns.group[rows[n]]) for n in (number - 1, number))
             equal, chance = _compare(reader, before.tolist(), after.tolist())
@@ -251,7 +251,7 @@ def repeated_samples(columns: Columns, store: Path) -> str | None:
     longest = np.maximum.reduceat(columns.sampled[used], first) if len(used) else first
     alike = np.flatnonzero((size > 1) & (shortest == longest))[-_GROUPS:]
     found: list[tuple[int, int, float]] = []
-    with closing(RunReader(store)) as reader:
+    with closing(ColumnReader(store)) as reader:
         for index in alike.tolist():
             samples = list(_samples(reader, int(groups[index])))
             # A run may have removed the tokens meanwhile.
@@ -294,7 +294,7 @@ def _near(reported: tuple[float, float], stored: tuple[float, float]) -> bool:
     return reported[0] == stored[0] and bool(np.isclose(reported[1], stored[1], atol=1e-9))
 
 
-def _compare(reader: RunReader, one: list[int], two: list[int]) -> tuple[bool, float]:
+def _compare(reader: ColumnReader, one: list[int], two: list[int]) -> tuple[bool, float]:
     """Return whether two batches have equal tokens, and the log-probability of the second."""
     if len(one) != len(two):
         return False, 0.0
@@ -309,7 +309,7 @@ def _compare(reader: RunReader, one: list[int], two: list[int]) -> tuple[bool, f
     return True, chance
 
 
-def _samples(reader: RunReader, group: int) -> Iterator[tuple[bytes, float]]:
+def _samples(reader: ColumnReader, group: int) -> Iterator[tuple[bytes, float]]:
     """Yield the tokens of each sample of a group and its log-probability, in nats."""
     for tokens, logprobs in reader.samples(group):
         yield tokens.tobytes(), float(np.nansum(logprobs.astype(np.float64)))

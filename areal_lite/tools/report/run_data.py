@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from areal_lite.config import stored_settings
 from areal_lite.run_dir.metrics import read_events, read_metrics
 from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE, SUMMARY_FILE, existing_run
-from areal_lite.run_dir.reader import Groups, RunReader, to_chunk, to_groups
+from areal_lite.tools.store_columns import ColumnReader, Groups, to_chunk, to_groups
 from areal_lite.trajectory import GroupState, trace_name
 
 Metrics = Sequence[Mapping[str, Any]]
@@ -165,7 +165,7 @@ def read_columns(path: Path) -> Columns:
     """
     groups, chunks = to_groups(), [to_chunk(_NAMES)]
     if path.exists():
-        with closing(RunReader(path)) as reader:
+        with closing(ColumnReader(path)) as reader:
             reader.snapshot()
             groups = reader.group_table()
             chunks += reader.chunks(_NAMES)

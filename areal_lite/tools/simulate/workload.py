@@ -40,9 +40,9 @@ from areal_lite.config import load_config
 from areal_lite.data.model_folder import num_experts
 from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.paths import STORE_FILE
-from areal_lite.run_dir.reader import RunReader
 from areal_lite.tools.commands import SimulateConfig
 from areal_lite.tools.simulate.decoding import ServerSpeed
+from areal_lite.tools.store_columns import ColumnReader
 
 _NORMAL = NormalDist()
 _BYTES = 2  # of a parameter and of an entry of the KV cache
@@ -329,7 +329,7 @@ def measured_workload(run_dir: Path, warm_up: int, steps: int) -> Workload:
 def read_trajectories(run_dir: Path) -> np.ndarray:
     """Read group, server, prompt tokens, sampled tokens, start and end of each trajectory."""
     names = ("group", "server", "prompt", "tokens", "started", "finished")
-    with closing(RunReader(run_dir / STORE_FILE)) as reader:
+    with closing(ColumnReader(run_dir / STORE_FILE)) as reader:
         chunks = list(reader.chunks(names))
     columns = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in names}
     columns["tokens"] -= columns["prompt"]
