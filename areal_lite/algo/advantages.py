@@ -88,11 +88,9 @@ def moments(
     return Moments(count, mean, std if std > 1e-12 * abs(mean) else 0.0)
 
 
-def whiten(
-    values: Tensor, stats: Moments, *, mask: Tensor | None = None, eps: float = 1e-8
-) -> Tensor:
-    """Normalize to (x - mean) / (std + eps); 0 where masked, or where all values are equal."""
-    result = (values - stats.mean) / (stats.std + eps) if stats.std else torch.zeros_like(values)
+def whiten(values: Tensor, stats: Moments, *, mask: Tensor | None = None) -> Tensor:
+    """Normalize to (x - mean) / (std + 1e-8); 0 where masked, or where all values are equal."""
+    result = (values - stats.mean) / (stats.std + 1e-8) if stats.std else torch.zeros_like(values)
     return result if mask is None else torch.where(mask, result, torch.zeros_like(result))
 
 

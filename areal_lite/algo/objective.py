@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from areal_lite.algo import advantages
-from areal_lite.algo.correction import Correction, behavior_weight, loglinear_prox
+from areal_lite.algo.correction import behavior_weight, loglinear_prox
 from areal_lite.algo.losses import LossInputs, LossOutput, entropy_loss, kl_estimate, kl_loss
 from areal_lite.algo.metrics import bounded_exp, by_staleness, mismatch, ratio_sums
 from areal_lite.algo.sequences import (
@@ -39,7 +39,7 @@ from areal_lite.algo.sequences import (
 )
 
 if TYPE_CHECKING:
-    from areal_lite.config.algo import AdvantageConfig, AlgoConfig, CorrectionConfig
+    from areal_lite.config.algo import AdvantageConfig, AlgoConfig
 
 Reduce = Callable[[Tensor], Tensor]  # sums over the data-parallel ranks; every rank calls it
 Logprobs = Callable[[], Tensor]
@@ -397,11 +397,6 @@ def _finite(tokens: FlatBatch) -> FlatBatch:
     """
     tokens.behavior = torch.where(tokens.mask, tokens.behavior, tokens.prox)
     return tokens
-
-
-def correction_of(settings: CorrectionConfig) -> Correction:
-    """Convert the section `algo.correction` of the configuration."""
-    return Correction(**vars(settings))
 
 
 def _relative_to_group(

@@ -153,8 +153,6 @@ _NOISE = re.compile(
     r"(?<=override )\+\+|(?<=override ')\+\+"
     r"| object_type=\S+| reference_type=\S+| See https://hydra\S+(?: for details)?"
 )
-
-
 _SHOWN, _LONGEST = 100, 2000  # characters of an override, and of a whole message
 
 

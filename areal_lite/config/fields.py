@@ -132,7 +132,7 @@ def keys_of(schema: type) -> dict[str, Any]:
     }
 
 
-def _check_containers(config: Any, prefix: str) -> None:
+def _check_containers(config: Any) -> None:
     """Check that lists, dicts and sections are that: OmegaConf lets `${key}` be anything there."""
     for key, kind in keys_of(type(config)).items():
         options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
@@ -140,19 +140,19 @@ def _check_containers(config: Any, prefix: str) -> None:
         value = operator.attrgetter(key)(config)
         containers = any(one in (list, dict) or is_dataclass(one) for one in kinds)
         if containers and not isinstance(value, kinds):
-            raise ValueError(f"{prefix}{key}={value}: write its items, not a reference to a value")
+            raise ValueError(f"{key}={value}: write its items, not a reference to a value")
 
 
-def check_fields(config: Any, prefix: str = "") -> None:
+def check_fields(config: Any) -> None:
     """Check each value of `config` and of its sections. Raises ValueError that names the key."""
-    _check_containers(config, prefix)
-    for inner, section in sections(type(config)):
+    _check_containers(config)
+    for prefix, section in sections(type(config)):
         for name, about in settings_of(section).items():
-            value = operator.attrgetter(f"{inner}{name}")(config)
+            value = operator.attrgetter(f"{prefix}{name}")(config)
             if value is not None and not about.accepts(value):
                 # As much of the value as one line shows, without what a terminal cannot print.
                 shown = str(value)[:100].encode(errors="replace").decode().replace("\0", "?")
-                raise ValueError(f"{prefix}{inner}{name}={shown}: {about.remedy}")
+                raise ValueError(f"{prefix}{name}={shown}: {about.remedy}")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -28,6 +28,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from areal_lite.config import TrainConfig, reference_folders, save_config
 from areal_lite.data.model_folder import check_model_folder
 from areal_lite.extensions import DEBUG_MODES, OBSERVERS, load
@@ -400,19 +402,11 @@ class Watchdog:
             state.phase, beat_ns = newest
             if beat_ns != state.beat_ns:
                 state.beat_ns, state.beat_at = beat_ns, now
-        if not is_stopped(role.process.pid):
-            state.stopped_at = None
-        elif state.stopped_at is None:
-            state.stopped_at = now
+        stopped = False
+        with suppress(psutil.NoSuchProcess):
+            stopped = psutil.Process(role.process.pid).status() == psutil.STATUS_STOPPED
+        state.stopped_at = (state.stopped_at or now) if stopped else None
         return state
-
-
-def is_stopped(pid: int) -> bool:
-    """Return whether a signal has stopped the process (Linux; elsewhere it is unknown)."""
-    with suppress(OSError):
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state == "T"
-    return False
 
 
 def log_stacks(roles: list[Role]) -> None:

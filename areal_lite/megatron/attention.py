@@ -12,8 +12,6 @@ Under context parallelism the segments of this rank see keys of all ranks (see p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from inspect import signature
-from typing import Any
 
 import numpy as np
 import torch
@@ -152,10 +150,8 @@ def causal_varlen(
 
     Where a segment has more keys than queries, its last query sees all of them.
     """
-    # Before 2.12, torch gave keys with fewer heads to the kernel without being told.
-    options: dict[str, Any] = {"window_size": (-1, 0)}
-    if "enable_gqa" in signature(varlen_attn).parameters:
-        options["enable_gqa"] = query.shape[1] != key.shape[1]
-    out = varlen_attn(query, key, value, bounds_q, bounds_k, longest_q, longest_k, **options)
+    bounds = bounds_q, bounds_k, longest_q, longest_k
+    grouped = query.shape[1] != key.shape[1]
+    out = varlen_attn(query, key, value, *bounds, window_size=(-1, 0), enable_gqa=grouped)
     assert isinstance(out, Tensor)
     return out

@@ -38,7 +38,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -113,12 +112,9 @@ class Store(RunReader):
     Each method is one change or one query. `begin` ... `commit` make several changes one.
     """
 
+    read_only = False
     # Groups that ended before this time, and of which nothing was learned, have lost their tokens.
     _unlearned_since = 0.0
-
-    def __init__(self, path: Path):
-        """Open the store to write, and create it if there is none."""
-        super().__init__(path, read_only=False)
 
     def size(self, group_ids: Sequence[int]) -> dict[str, float]:
         """Return the metrics of the store's size. Those per token are of the given groups."""

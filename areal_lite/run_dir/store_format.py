@@ -321,12 +321,14 @@ class StoreError(ValueError):
 class StoreFile:
     """An open file, for one thread at a time. Every error of SQLite is a StoreError."""
 
-    def __init__(self, path: Path, read_only: bool = True):
+    read_only = True
+
+    def __init__(self, path: Path):
         """Open the store, and create it if there is none, unless `read_only`.
 
         Its run may still be going on. Raises ValueError if there is none to read.
         """
-        if read_only and not path.exists():
+        if self.read_only and not path.exists():
             raise ValueError(f"{path} does not exist: give a run directory that has a {path.name}")
         self._path = path
         if not path.exists():
@@ -334,8 +336,8 @@ class StoreFile:
         # Autocommit outside explicit transactions: Python's implicit ones would be one more state.
         with self._explained():
             self._db = sqlite3.connect(
-                f"file:{path}?mode=ro" if read_only else path,
-                uri=read_only,
+                f"file:{path}?mode=ro" if self.read_only else path,
+                uri=self.read_only,
                 isolation_level=None,
                 check_same_thread=False,
             )

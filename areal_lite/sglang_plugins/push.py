@@ -180,13 +180,10 @@ def _finish_forward_pass(original: Callable, self: Any, recv_req: Any) -> Any:
     return result
 
 
-def _wait_for_streams(scheduler: Any) -> None:
+def wait_for_streams(scheduler: Any) -> None:
+    """Wait until a scheduler's device is idle. A device without streams replaces this."""
     scheduler.forward_stream.synchronize()
     scheduler.schedule_stream.synchronize()
-
-
-wait_for_streams: Callable[[Any], None] = _wait_for_streams
-"""Waits until a scheduler's device is idle. A device without streams replaces it."""
 
 
 def _tag_pending_tokens(original: Callable, self: Any, new_version: str | None) -> None:

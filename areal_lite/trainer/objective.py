@@ -5,7 +5,8 @@ from functools import partial
 from typing import Any
 
 from areal_lite.algo import losses
-from areal_lite.algo.objective import Objective, OwnLoss, PolicyObjective, correction_of
+from areal_lite.algo.correction import Correction
+from areal_lite.algo.objective import Objective, OwnLoss, PolicyObjective
 from areal_lite.algo.trajectory_balance import BalanceObjective
 from areal_lite.config import AlgoConfig, TrainConfig
 from areal_lite.extensions import load_object
@@ -18,7 +19,7 @@ def _trust_region(algo: AlgoConfig) -> dict[str, Any]:
         "eps_low": algo.eps_low,
         "eps_high": algo.eps_high,
         "decoupled": algo.decoupled,
-        "correction": correction_of(algo.correction),
+        "correction": Correction(**vars(algo.correction)),
     }
 
 
@@ -28,7 +29,7 @@ RATIO_LOSSES: dict[str, Callable[[AlgoConfig], PolicyLoss]] = {
     "gspo": lambda algo: partial(losses.gspo_loss, **_trust_region(algo)),
     "cispo": lambda algo: partial(losses.cispo_loss, **_trust_region(algo)),
     "reinforce": lambda algo: partial(
-        losses.reinforce_loss, correction=correction_of(algo.correction)
+        losses.reinforce_loss, correction=Correction(**vars(algo.correction))
     ),
 }
 

@@ -244,9 +244,9 @@ def test_the_batches_of_a_stored_run_are_checked(good, tmp_path):
 def test_a_crash_while_the_store_is_made_leaves_none(tmp_path):
     code = (
         "import os, sqlite3, sys; from pathlib import Path\n"
-        "from areal_lite.run_dir import store_format\n"
+        "from areal_lite.run_dir.store import Store\n"
         "Path.rename = lambda *_: os.kill(os.getpid(), 9)\n"
-        "store_format.StoreFile(Path(sys.argv[1]), read_only=False)"
+        "Store(Path(sys.argv[1]))"
     )
     path = tmp_path / "trajectories.sqlite"
     assert subprocess.run([sys.executable, "-c", code, path]).returncode == -9

@@ -104,11 +104,11 @@ class Usage:
 
 
 class DecodingServer:
-    """A server at `version`. Call `advance` before anything else that happens at a later time."""
+    """A server. Call `advance` before anything else that happens at a later time."""
 
-    def __init__(self, speed: ServerSpeed, version: int = 0, now: float = 0.0):
+    def __init__(self, speed: ServerSpeed, now: float = 0.0):
         self.speed = speed
-        self.version = version
+        self.version = 0
         self.now = now
         self.paused = False
         self.usage = Usage()
@@ -124,7 +124,7 @@ class DecodingServer:
         self._prefill_s = 0.0
         # The count of steps at each push, and the version from then on.
         self._push_steps: list[float] = [-1.0]
-        self._push_versions: list[int] = [version]
+        self._push_versions = [0]
 
     def add(self, request: Generation) -> None:
         """Queue a request, and start it if there is room."""

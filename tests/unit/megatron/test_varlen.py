@@ -56,22 +56,16 @@ def test_a_wrong_gradient_is_noticed():
     assert worst_error(attend, CPU, 4, 2, 64) > 0.05
 
 
-def old_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
-    """Take fewer heads of keys than of queries without being told, as torch 2.11 does."""
+def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa):
+    """Refuse fewer heads of keys than of queries unless told, as torch does."""
     assert (window_size, max_q, max_k) == ((-1, 0), 300, 300) and torch.equal(cu_seq_q, cu_seq_k)
+    assert enable_gqa == (query.shape[1] != key.shape[1])
     return per_sequence(causal=True)(query, key, value, cu_seq_q, max_q)
 
 
-def kernel(*packed, window_size=(-1, -1), enable_gqa=False):
-    """Refuse fewer heads of keys than of queries unless told, as torch 2.13 does."""
-    assert enable_gqa == (packed[0].shape[1] != packed[1].shape[1])
-    return old_kernel(*packed, window_size=window_size)
-
-
-@pytest.mark.parametrize("torchs", [old_kernel, kernel])
 @pytest.mark.parametrize("heads, groups", [(4, 2), (3, 3)])
-def test_every_torch_gets_the_arguments_that_it_takes(torchs, heads, groups, monkeypatch):
-    monkeypatch.setattr(attention, "varlen_attn", torchs)
+def test_torch_gets_the_arguments_that_it_takes(heads, groups, monkeypatch):
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
     assert worst_error(attend, CPU, heads, groups, 32) < TOLERANCE
 
 
