@@ -32,6 +32,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from areal_lite.config import TrainerConfig
+from areal_lite.config.rules import check_targets
 from areal_lite.data.model_folder import check_split
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -300,6 +301,7 @@ def check_supported(hf: PretrainedConfig, trainer: TrainerConfig) -> None:
             f"hidden_act={hf.hidden_act} is not supported by the trainer: use a model with silu"
         )
     check_split(hf.to_dict(), trainer)
+    check_targets(trainer.lora, has_experts=getattr(hf, "num_experts", 0) > 0)
 
 
 def transformer_config(

@@ -25,6 +25,7 @@ from areal_lite.data.model_folder import weight_files
 from areal_lite.megatron.architectures import RowParallel, layout
 from areal_lite.megatron.lora import adapters, is_adapter
 from areal_lite.megatron.model import LAYER, Backbone
+from areal_lite.megatron.parallel import process_group
 from areal_lite.run_dir.resume import write_manifest
 from areal_lite.system import heartbeat
 from areal_lite.system.files import new_folder
@@ -54,14 +55,11 @@ def _is_expert(name: str) -> bool:
 
 def split_rank(name: str) -> tuple[int, int]:
     """Return (this rank, ranks) of the group over which the parameter is split."""
+    group = parallel_state.get_tensor_model_parallel_group
     if _is_expert(name):
-        rank = parallel_state.get_expert_tensor_parallel_rank()
-        ranks = parallel_state.get_expert_tensor_parallel_world_size()
-    else:
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        ranks = parallel_state.get_tensor_model_parallel_world_size()
-    assert rank is not None and ranks is not None
-    return rank, ranks
+        group = parallel_state.get_expert_tensor_parallel_group
+    split = process_group(group())
+    return split.rank(), split.size()
 
 
 class WeightStream:

@@ -32,7 +32,6 @@ from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig
 
 from areal_lite.config import LoraConfig, TrainerConfig
-from areal_lite.config.rules import check_targets
 from areal_lite.megatron.architectures import (
     EXPERT,
     check_supported,
@@ -244,13 +243,6 @@ def _frozen(model: torch.nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters() if not p.requires_grad}
 
 
-def check_layout(hf: PretrainedConfig, trainer: TrainerConfig) -> None:
-    """Raise ValueError for a model that is not supported or cannot be split in this way."""
-    check_supported(hf, trainer)
-    has_experts = getattr(hf, "num_experts", 0) > 0
-    check_targets(trainer.lora, has_experts)
-
-
 def build_chunks(
     hf: PretrainedConfig, dtype: torch.dtype, trainer: TrainerConfig, tie: bool
 ) -> list[Backbone]:
@@ -259,7 +251,7 @@ def build_chunks(
     tie: whether the output layer shares the embedding's weight. Raises ValueError for a model that
     is not supported or cannot be split in this way.
     """
-    check_layout(hf, trainer)
+    check_supported(hf, trainer)
     config = transformer_config(hf, dtype, **transformer_settings(trainer, dtype))
     stages = range(trainer.virtual_pipeline) if trainer.virtual_pipeline > 1 else [None]
     return [_build_chunk(hf, config, trainer.lora, tie, stage) for stage in stages]

@@ -32,17 +32,12 @@ def select_device(config: TrainerConfig) -> torch.device:
     Raises ValueError for a device that this machine lacks or that Megatron-core would not use.
     """
     cuda = torch.cuda.is_available()
-    wanted = ("cuda" if cuda else "cpu") if config.device == "auto" else config.device
-    if wanted == "cuda" and not cuda:
-        raise ValueError("trainer.device=cuda, but torch sees no GPU: use trainer.device=cpu")
-    if wanted == "cpu" and cuda:
-        raise ValueError(
-            "trainer.device=cpu on a machine with a GPU, which Megatron-core would use:"
-            " hide it with CUDA_VISIBLE_DEVICES="
-        )
-    if wanted == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    if config.device == ("cpu" if cuda else "cuda"):
+        one = "a GPU, which Megatron-core would use: hide it with CUDA_VISIBLE_DEVICES="
+        found = one if cuda else "no GPU: use trainer.device=cpu"
+        raise ValueError(f"trainer.device={config.device}, but torch sees {found}")
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    return torch.device("cuda", rank) if cuda else torch.device("cpu")
 
 
 def select_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:

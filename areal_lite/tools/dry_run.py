@@ -27,7 +27,7 @@ from areal_lite.data.model_folder import check_weights, expert_layout, weight_fi
 from areal_lite.data.prompts import Split, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.launch.roles import Placement, place_run
-from areal_lite.megatron.model import check_layout
+from areal_lite.megatron.architectures import check_supported
 from areal_lite.megatron.parallel import select_device, select_dtype
 from areal_lite.system.gpus import gpu_memory, resolve_device
 from areal_lite.tools import memory
@@ -54,7 +54,7 @@ def run(config: TrainConfig) -> int:
     trainer = config.trainer
     placement = place_run(config)
     hf = read_config(config.model)
-    check_layout(hf, trainer)
+    check_supported(hf, trainer)
     if any(Path(config.model).glob("*.safetensors")):  # a plan needs no weights
         check_weights(Path(config.model))
         check_numbers(Path(config.model))

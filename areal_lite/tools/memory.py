@@ -30,9 +30,14 @@ from transformers import PretrainedConfig
 
 from areal_lite.config import LoraConfig, TrainConfig, TrainerConfig, source_configs
 from areal_lite.cpu import KEPT_LOGITS
-from areal_lite.megatron.architectures import ARCHITECTURES, head_dim, layout, padded_vocab
+from areal_lite.megatron.architectures import (
+    ARCHITECTURES,
+    check_supported,
+    head_dim,
+    layout,
+    padded_vocab,
+)
 from areal_lite.megatron.logprobs import CHUNK
-from areal_lite.megatron.model import check_layout
 from areal_lite.system.gpus import CUDA_CONTEXT
 
 # Host memory that a rank takes for each of its parameters while it saves a checkpoint: float32
@@ -205,7 +210,7 @@ def reference_bytes(hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int)
     Raises ValueError if the model cannot have the trainer's layout.
     """
     whole = replace(trainer, lora=LoraConfig())
-    check_layout(hf, whole)
+    check_supported(hf, whole)
     return max(
         rank_memory(hf, whole, itemsize, stage).weights
         for stage in range(trainer.pipeline_parallel)

@@ -11,7 +11,6 @@ from areal_lite.megatron.architectures import (
     inverse_frequencies,
     transformer_config,
 )
-from areal_lite.megatron.model import check_layout
 
 SIZES = dict(
     vocab_size=97,
@@ -114,7 +113,7 @@ def test_refused(architecture, fields, message):
 
 def test_experts_may_be_split_over_tensor_parallel_ranks():
     hf = config("qwen3_moe")
-    check_layout(hf, TrainerConfig(tensor_parallel=2))
+    check_supported(hf, TrainerConfig(tensor_parallel=2))
     made = transformer_config(
         hf, torch.float32, tensor_model_parallel_size=2, sequence_parallel=True
     )
