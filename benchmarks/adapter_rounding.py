@@ -23,7 +23,7 @@ import torch
 
 from areal_lite.config import LoraConfig, TrainerConfig
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.megatron.lora import adapters, without_adapters
+from areal_lite.megatron.lora import adapters, added_share, without_adapters
 from areal_lite.megatron.parallel import init_distributed
 from areal_lite.megatron.policy import Policy
 from areal_lite.quickstart import addition
@@ -89,7 +89,7 @@ def measure(
     `bfloat16` of bfloat16 and float32 on the servers. `seen` is the part of the adapters' effect
     that is left on the servers: its projection on the effect without any rounding.
     """
-    factor = share / policy.adapter_share()
+    factor = share / added_share(policy.chunks)
     for one in policy, exact:
         for _, adapter in adapters(one.chunks):
             adapter.b.data.mul_(factor)

@@ -21,6 +21,7 @@ from gpu_parts import CUDA, Result, random_batch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from areal_lite.config import TrainerConfig
+from areal_lite.megatron.checkpoint import PendingCheckpoint, load_checkpoint
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import init_distributed, shutdown
 from areal_lite.megatron.policy import Policy
@@ -168,9 +169,9 @@ def _case(config: TrainerConfig, model: str, checkpoint: Path) -> dict[str, Any]
     before = policy.logprobs(whole).float().cpu()
     losses = [policy.update(microbatches, loss)["loss"] for _ in range(UPDATES)]
     after = policy.logprobs(whole).float().cpu()
-    policy.save(checkpoint)
+    PendingCheckpoint(Path(checkpoint), {"policy": policy}, {}).publish()
     again = Policy(config, Path(model), 1)
-    again.load(checkpoint)
+    load_checkpoint(Path(checkpoint), {"policy": again})
     return {
         "before": before,
         "losses": losses,

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from areal_lite.config import TrainConfig, TrainerConfig
 from areal_lite.megatron.attention import causal_varlen
+from areal_lite.megatron.checkpoint import PendingCheckpoint, load_checkpoint
 from areal_lite.megatron.logprobs import lm_logprobs
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
@@ -342,16 +343,16 @@ def engine(tiny: bool) -> Result:
         torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated() if CUDA else 0
     start = now()
-    policy.save(folder / "step-6", {"step": 6})
+    PendingCheckpoint(folder / "step-6", {"policy": policy}, {"step": 6}).publish()
     numbers["save_s"] = round(now() - start, 2)
     more = torch.cuda.max_memory_allocated() - held if CUDA else 0
     numbers["GiB more while saving"] = round(more / GIB, 2)
     checks["saving takes no memory of the GPU"] = more < GIB / 4
     before = update()
-    policy.load(folder / "step-6")
+    load_checkpoint(folder / "step-6", {"policy": policy})
     checks["a loaded checkpoint goes on as before"] = abs(update() - before) < 1e-3
     start = now()
-    size = sum(x.nbytes for bucket in policy.hf_weights(512 * 2**20) for _, x in bucket)
+    size = sum(x.nbytes for bucket in policy.weights.buckets(512 * 2**20) for _, x in bucket)
     numbers["gather a push"] = f"{size / GIB:.2f} GiB in {1e3 * (now() - start):.0f} ms"
     shutdown()
     return numbers, checks

@@ -164,6 +164,7 @@ class Checkpoints:
 def load_checkpoint(folder: Path, parts: Mapping[str, TrainableModel]) -> dict[str, Any]:
     """Restore the state in `folder`; return its `extra`. Every rank calls it.
 
+    The schedule keeps its position and takes this configuration's shape.
     Raises ValueError when the folder is not a checkpoint of these parts, or holds more than data.
     """
     with _opened(folder):

@@ -260,24 +260,24 @@ def _weight_gradient(weight: Tensor, grad: Tensor | None) -> Tensor | None:
     return torch.zeros_like(weight) if zero else torch.empty_like(weight)
 
 
-def language_head(temperature: float, vocab_size: int, fp32: bool) -> Head:
-    """Make the head that returns (log-prob of the token, entropy of its distribution), in nats.
-
-    fp32: compute the output layer in float32.
-    """
-
-    def head(chunk: Backbone, hidden: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
-        return lm_logprobs(
-            _whole_sequence(hidden)[:, 0],
-            chunk.output_weight(),
-            following,
-            temperature,
-            process_group(parallel_state.get_tensor_model_parallel_group()),
-            vocab_size=vocab_size,
-            fp32=fp32,
-        )
-
-    return head
+def lm_head(
+    chunk: Backbone,
+    hidden: Tensor,
+    following: Tensor,
+    temperature: float,
+    vocab_size: int,
+    fp32: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return (log-prob of the token, entropy of its distribution), in nats; see `lm_logprobs`."""
+    return lm_logprobs(
+        _whole_sequence(hidden)[:, 0],
+        chunk.output_weight(),
+        following,
+        temperature,
+        process_group(parallel_state.get_tensor_model_parallel_group()),
+        vocab_size=vocab_size,
+        fp32=fp32,
+    )
 
 
 class ValueLayer(torch.nn.Module):

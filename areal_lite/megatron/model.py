@@ -173,11 +173,12 @@ def install_replay(chunk: Any, device: torch.device) -> list[RoutingReplay]:
     return replays
 
 
-def changed_share(replays: Sequence[RoutingReplay]) -> float:
+def changed_share(chunks: Sequence["Backbone"]) -> float:
     """Return the share of recorded routes that the routers of all ranks would not have chosen.
 
     It is of the passes since the last call; NaN without recorded routes. Every rank calls it.
     """
+    replays = [replay for chunk in chunks for replay in chunk.replays]
     counts = torch.stack([replay.counts for replay in replays]).sum(0)
     dist.all_reduce(counts)
     for replay in replays:

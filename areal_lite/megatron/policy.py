@@ -29,24 +29,10 @@ from transformers import AutoConfig
 from areal_lite.config import TrainerConfig
 from areal_lite.megatron.architectures import inverse_frequencies
 from areal_lite.megatron.attention import PackedSequences
-from areal_lite.megatron.checkpoint import PendingCheckpoint, load_checkpoint
-from areal_lite.megatron.hf import (
-    SHARD_BYTES,
-    AdapterStream,
-    Bucket,
-    WeightStream,
-    export_hf,
-    load_hf,
-)
-from areal_lite.megatron.logprobs import Head, ValueLayer, language_head, value_head
-from areal_lite.megatron.lora import adapters, added_share
-from areal_lite.megatron.model import (
-    Backbone,
-    Chunks,
-    build_chunks,
-    changed_share,
-    install_replay,
-)
+from areal_lite.megatron.hf import SHARD_BYTES, AdapterStream, WeightStream, export_hf, load_hf
+from areal_lite.megatron.logprobs import Head, ValueLayer, lm_head, value_head
+from areal_lite.megatron.lora import adapters
+from areal_lite.megatron.model import Backbone, Chunks, build_chunks, install_replay
 from areal_lite.megatron.optimizer import (
     apply_gradients,
     build_optimizer,
@@ -111,7 +97,12 @@ class ParallelModel:
 
     def language_head(self, temperature: float) -> Head:
         """Make the head of this model that returns log-probs and entropies."""
-        return language_head(temperature, self.hf_config.vocab_size, self.config.fp32_head)
+        return partial(
+            lm_head,
+            temperature=temperature,
+            vocab_size=self.hf_config.vocab_size,
+            fp32=self.config.fp32_head,
+        )
 
     def microbatches(self, batch: TrainBatch) -> list[Microbatch]:
         """Pack this rank's batch into microbatches of at most `tokens_per_microbatch` tokens."""
@@ -266,9 +257,7 @@ def _filler() -> Microbatch:
 
 
 class TrainableModel(ParallelModel):
-    """A ParallelModel with gradients, optimizer, schedule and checkpoints."""
-
-    part = "policy"  # its name in a checkpoint
+    """A ParallelModel with gradients, optimizer and schedule."""
 
     def __init__(
         self, config: TrainerConfig, model_path: str | Path, seed: int, with_values: bool = False
@@ -344,17 +333,6 @@ class TrainableModel(ParallelModel):
             ddp.restore_grad_buffers(synchronize=torch.cuda.is_available())
         move_moments(self.optimizer, self.device)
 
-    def save(self, folder: str | Path, extra: dict[str, Any] | None = None) -> None:
-        """Write the training state and `extra` (plain data); any parallel sizes can load it."""
-        PendingCheckpoint(Path(folder), {self.part: self}, extra or {}).publish()
-
-    def load(self, folder: str | Path) -> dict[str, Any]:
-        """Restore the state that `save` wrote; return its `extra`.
-
-        The schedule keeps its position and takes this configuration's shape.
-        """
-        return load_checkpoint(Path(folder), {self.part: self})
-
     def _reduce(self, scalars: list[dict[str, Tensor]]) -> dict[str, float]:
         """Sum the scalars over microbatches and data-parallel ranks; `*_max`: their maximum."""
         names = sorted(scalars[0], key=lambda name: name.endswith("_max"))
@@ -401,14 +379,6 @@ class Policy(TrainableModel):
         logprobs, entropies = self.outputs(microbatches, self.language_head(temperature), num=2)
         return logprobs, entropies
 
-    def routes_changed(self) -> float:
-        """Return the share of recorded routes that the policy would not have chosen."""
-        return changed_share([replay for chunk in self.chunks for replay in chunk.replays])
-
-    def adapter_share(self) -> float:
-        """Return the size of what the adapters add to the weights; see `added_share`."""
-        return added_share(self.chunks)
-
     def update(
         self,
         microbatches: Sequence[Microbatch],
@@ -419,16 +389,9 @@ class Policy(TrainableModel):
         """Run one optimizer step on the sum of `loss_fn`; see `TrainableModel.step`."""
         return self.step(microbatches, self.language_head(temperature), loss_fn, lr_factor)
 
-    def hf_weights(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """Iterate over buckets of whole tensors with their Hugging Face names, in training dtype.
-
-        See `WeightStream.buckets` for the ranks that iterate.
-        """
-        return self.weights.buckets(bucket_bytes)
-
     def export_hf(self, folder: str | Path) -> None:
         """Write a Hugging Face checkpoint. It is complete when the call returns on any rank."""
-        buckets = self.hf_weights(SHARD_BYTES)
+        buckets = self.weights.buckets(SHARD_BYTES)
         if dist.get_rank() == 0:
             export_hf(buckets, self.source, Path(folder), self.dtype)
         else:
@@ -443,8 +406,6 @@ class Critic(TrainableModel):
     A scalar value layer, zero at first, stands in place of the output layer. Entry i of the values
     is the value of the state before token i, as the module says.
     """
-
-    part = "critic"
 
     def __init__(self, config: TrainerConfig, model_path: str | Path, seed: int):
         super().__init__(config, model_path, seed, with_values=True)

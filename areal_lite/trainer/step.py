@@ -26,6 +26,8 @@ from areal_lite.algo.losses import LossOutput, value_loss
 from areal_lite.algo.metrics import combined, effective_sample_size
 from areal_lite.algo.objective import FlatBatch, Objective, batch_metrics, denominator
 from areal_lite.config import LoraConfig, TrainConfig, reference_folders
+from areal_lite.megatron.lora import added_share
+from areal_lite.megatron.model import changed_share
 from areal_lite.megatron.packing import Microbatch
 from areal_lite.megatron.parallel import data_parallel_sum
 from areal_lite.megatron.policy import Critic, Policy, TrainableModel
@@ -150,9 +152,9 @@ def policy_step(
         ),
     }
     if models.policy.replays_routes:
-        metrics["routes_changed"] = models.policy.routes_changed()
+        metrics["routes_changed"] = changed_share(models.policy.chunks)
     if models.policy.adapters:
-        metrics["adapter_share"] = models.policy.adapter_share()
+        metrics["adapter_share"] = added_share(models.policy.chunks)
     skipped = metrics["skipped"] + metrics.get("critic_skipped", 0.0)
     return StepResult(metrics, flat.prox.float().cpu(), skipped)
 

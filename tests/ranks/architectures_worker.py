@@ -49,7 +49,8 @@ def run(job: dict) -> dict:
         engine = Policy(settings, folder, seed=1)
         logprobs = engine.logprobs(make_microbatches(random_batch(12, VOCAB, seed=100), 64))
         buckets = [
-            {n: t.nbytes for n, t in bucket} for bucket in engine.hf_weights(job["bucket_bytes"])
+            {n: t.nbytes for n, t in bucket}
+            for bucket in engine.weights.buckets(job["bucket_bytes"])
         ]
         engine.export_hf(out / name)
         results[name] = {"logprobs": logprobs, "buckets": buckets, "rank": dist.get_rank()}

@@ -22,7 +22,7 @@ from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Critic, Policy
 from areal_lite.run_dir.resume import latest_checkpoint
 from areal_lite.train_batch import TrainBatch
-from tests.ranks.engine_worker import random_batch
+from tests.ranks.engine_worker import load, random_batch
 
 # The large epsilon keeps Adam from blowing up rounding errors of gradients that are almost zero.
 SETTINGS = dict(
@@ -87,7 +87,7 @@ class Story:
         return {"first": first, "second": second, "unpublished": unpublished}
 
     def resumed(self, folder: str, into: str) -> dict:
-        extra = self.engine.load(Path(folder) / "step-3")
+        extra = load(self.engine, Path(folder) / "step-3")
         second = self.train(range(3, 6))
         again = self.checkpoints(into)
         again.save(6, {"step": 6})
@@ -103,7 +103,7 @@ class Story:
     def refused(self, folder: str) -> str:
         """Load a checkpoint that another optimizer wrote; return the error."""
         try:
-            self.engine.load(Path(folder) / "step-3")
+            load(self.engine, Path(folder) / "step-3")
         except ValueError as error:
             return str(error)
 
@@ -151,7 +151,7 @@ class Story:
         checkpoints.save(0, {})
         first = self.train(range(2))
         checkpoints.wait()
-        self.engine.load(Path(folder) / "step-0")
+        load(self.engine, Path(folder) / "step-0")
         again = self.train(range(2))
         for step in (5, 10, 15, 20, 25):
             checkpoints.save(step, {})
@@ -165,7 +165,7 @@ class Story:
 
     def other_rate(self, folder: str) -> list:
         """Continue with other settings than the checkpoint's."""
-        self.engine.load(Path(folder) / "step-3")
+        load(self.engine, Path(folder) / "step-3")
         return self.train(range(3, 6))
 
     def offloaded(self) -> dict:
@@ -208,7 +208,9 @@ class Story:
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             self.engine.update(make_microbatches(batch, tokens), loss)
-        buckets = [sum(t.nbytes for _, t in bucket) for bucket in self.engine.hf_weights(60_000)]
+        buckets = [
+            sum(t.nbytes for _, t in bucket) for bucket in self.engine.weights.buckets(60_000)
+        ]
         return {
             "parameters": sum(sizes),
             "kept": after_forward[0],

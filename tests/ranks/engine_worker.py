@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from areal_lite.config import TrainerConfig
+from areal_lite.megatron.checkpoint import PendingCheckpoint, load_checkpoint
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import init_distributed, shutdown
-from areal_lite.megatron.policy import Policy
+from areal_lite.megatron.policy import Policy, TrainableModel
 from areal_lite.train_batch import TrainBatch
 
 TEMPERATURE = 0.9
@@ -51,6 +52,16 @@ def random_batch(num_sequences: int, vocab: int, seed: int) -> TrainBatch:
         source_keys=np.zeros(num_sequences, np.int64),
         cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
     )
+
+
+def save(model: TrainableModel, folder: Path, extra: dict | None = None) -> None:
+    """Write a checkpoint of one model."""
+    PendingCheckpoint(folder, {"policy": model}, extra or {}).publish()
+
+
+def load(model: TrainableModel, folder: Path) -> dict:
+    """Restore what `save` wrote; return its `extra`."""
+    return load_checkpoint(folder, {"policy": model})
 
 
 class Run:
@@ -105,15 +116,15 @@ class Run:
         engine.export_hf(self.out / name)
 
     def checkpoint(self, engine: Policy) -> None:
-        engine.save(self.out / "checkpoint", {"step": 3, "note": "three updates"})
+        save(engine, self.out / "checkpoint", {"step": 3, "note": "three updates"})
         self.continued(engine, "uninterrupted")
         fresh = self.engine("qwen3_tied")
-        self.results["extra"] = fresh.load(self.out / "checkpoint")
+        self.results["extra"] = load(fresh, self.out / "checkpoint")
         self.continued(fresh, "resumed")
 
     def load_from(self, folder: str) -> None:
         engine = self.engine("qwen3_tied")
-        engine.load(folder)
+        load(engine, Path(folder))
         self.continued(engine, "resharded")
 
     def poisoned(self) -> None:

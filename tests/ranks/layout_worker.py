@@ -19,7 +19,7 @@ from areal_lite.megatron.parallel import init_distributed, shutdown
 from areal_lite.megatron.policy import Critic, ParallelModel, Policy
 from areal_lite.megatron.reference import Reference
 from areal_lite.train_batch import TrainBatch
-from tests.ranks.engine_worker import SETTINGS, TEMPERATURE, random_batch
+from tests.ranks.engine_worker import SETTINGS, TEMPERATURE, load, random_batch, save
 
 UPDATES, CRITIC_UPDATES, RESUMED_UPDATES = 10, 4, 2
 CRITIC = {"lr": 3e-3, "clip_grad": 2.0}
@@ -57,7 +57,7 @@ class Case:
         results["after"] = engine.logprobs(self.microbatches, TEMPERATURE)
         results["reference"] = reference.logprobs(self.batch, TEMPERATURE)
         engine.export_hf(self.out / "export")
-        engine.save(self.out / "checkpoint")
+        save(engine, self.out / "checkpoint")
         return results
 
     def update(self, engine: Policy, step: int) -> dict[str, float]:
@@ -88,9 +88,9 @@ class Case:
                 return (values - targets[microbatch.token_index]).square().sum() / total, {}
 
             history.append(critic.update(microbatches, loss))
-        critic.save(self.out / "critic", {"of": "values"})
+        save(critic, self.out / "critic", {"of": "values"})
         fresh = Critic(replace(self.config, **CRITIC), self.path, seed=1)
-        extra = fresh.load(self.out / "critic")
+        extra = load(fresh, self.out / "critic")
         return results | {
             "critic_history": history,
             "values": critic.values(self.microbatches),
@@ -101,7 +101,7 @@ class Case:
     def resumed(self, checkpoint: str) -> dict:
         """Load another layout's checkpoint; return log-probs and metrics of the next updates."""
         engine = Policy(self.config, self.path, seed=1)
-        engine.load(checkpoint)
+        load(engine, Path(checkpoint))
         resumed = engine.logprobs(self.microbatches, TEMPERATURE)
         return {
             "resumed": resumed,

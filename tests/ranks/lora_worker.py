@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from areal_lite.config import LoraConfig, TrainerConfig
-from areal_lite.megatron.lora import is_adapter, without_adapters
+from areal_lite.megatron.lora import added_share, is_adapter, without_adapters
 from areal_lite.megatron.parallel import init_distributed, shutdown
 from areal_lite.megatron.policy import Policy
-from tests.ranks.engine_worker import SETTINGS, TEMPERATURE
+from tests.ranks.engine_worker import SETTINGS, TEMPERATURE, load, save
 from tests.ranks.layout_worker import RESUMED_UPDATES, Case
 
 UPDATES = 10
@@ -31,7 +31,7 @@ class AdapterCase(Case):
     def trained(self) -> dict:
         """Train, save, go on training, and go on once more from the checkpoint."""
         engine = Policy(self.config, self.path, seed=1)
-        engine.save(self.out / "initial")
+        save(engine, self.out / "initial")
         base = {n: p.clone() for n, p in engine.model.named_parameters() if not is_adapter(n)}
         results = {"before": engine.logprobs(self.microbatches, TEMPERATURE)}
         results["history"] = [self.update(engine, step) for step in range(UPDATES)]
@@ -48,9 +48,9 @@ class AdapterCase(Case):
         results["adapters"] = sum(p.numel() for n, p in parameters.items() if is_adapter(n))
         buffers = [buffer for ddp in engine.ddps for buffer in ddp.buffers]
         results["gradients"] = sum(buffer.numel_unpadded for buffer in buffers)
-        results["share"] = engine.adapter_share()
+        results["share"] = added_share(engine.chunks)
         engine.export_hf(self.out / "export")
-        engine.save(self.out / "checkpoint")
+        save(engine, self.out / "checkpoint")
         assert engine.adapters is not None
         results["pushed"] = [
             {name: tensor.clone() for name, tensor in bucket}
@@ -64,7 +64,7 @@ class AdapterCase(Case):
 
     def resumed(self, checkpoint: str) -> dict:
         engine = Policy(self.config, self.path, seed=2)  # another seed: all comes from the file
-        engine.load(checkpoint)
+        load(engine, Path(checkpoint))
         resumed = engine.logprobs(self.microbatches, TEMPERATURE)
         return {"resumed": resumed, "resumed_further": self.further(engine)}
 
@@ -72,7 +72,7 @@ class AdapterCase(Case):
         """Load a checkpoint of other adapters; return the error."""
         other = replace(self.config, lora=replace(self.config.lora, alpha=1.0))
         try:
-            Policy(other, self.path, seed=1).load(checkpoint)
+            load(Policy(other, self.path, seed=1), Path(checkpoint))
         except ValueError as error:
             return str(error)
         return "not refused"
@@ -82,7 +82,7 @@ class AdapterCase(Case):
         engine = Policy(replace(self.config, **SGD), self.path, seed=1)
         for step in range(3):
             self.update(engine, step)
-        engine.save(self.out / "descended")
+        save(engine, self.out / "descended")
 
 
 def run(case: dict, out: Path) -> dict:

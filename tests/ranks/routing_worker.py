@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lite.config import TrainerConfig
+from areal_lite.megatron.model import changed_share
 from areal_lite.megatron.parallel import init_distributed, shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.routes import ExpertLayout
@@ -53,9 +54,9 @@ def run(job: dict, layout: dict, out: Path) -> dict:
     engine = Policy(settings, job["model"], seed=1, routing_replay=True)
     batch = routed_batch(12, seed=100)
     results = {"logprobs": engine.logprobs(engine.microbatches(batch))}
-    results["changed"] = engine.routes_changed()
+    results["changed"] = changed_share(engine.chunks)
     results["own"] = engine.logprobs(engine.microbatches(replace(batch, routes=None)))
-    results["changed_own"] = engine.routes_changed()
+    results["changed_own"] = changed_share(engine.chunks)
     results["metrics"] = [update(engine, step) for step in range(UPDATES)]
     engine.export_hf(out)
     shutdown()

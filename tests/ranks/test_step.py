@@ -86,7 +86,7 @@ def step(model: Path, data: TrainBatch, algo: AlgoConfig = AlgoConfig(), **train
     before = engine.logprobs(make_microbatches(data, settings.tokens_per_microbatch), 0.9)
     result = policy_step(Models(engine), build_objective(config), data, config, 3)
     weights = {
-        name: tensor.clone() for bucket in engine.hf_weights(2**30) for name, tensor in bucket
+        name: tensor.clone() for bucket in engine.weights.buckets(2**30) for name, tensor in bucket
     }
     return result, weights, before.cpu()
 
@@ -308,7 +308,7 @@ def steps(model: Path, data: TrainBatch, algo: AlgoConfig = AlgoConfig(), **trai
     metrics = [policy_step(models, objective, data, config, version).metrics for version in (3, 4)]
     return metrics, {
         name: tensor.clone()
-        for bucket in models.policy.hf_weights(2**30)
+        for bucket in models.policy.weights.buckets(2**30)
         for name, tensor in bucket
     }
 

@@ -95,7 +95,7 @@ def worker(rank: int, layout: str, folder: str, model_path: str, port: int) -> N
         ]
         weights = {
             key: tensor.clone()
-            for bucket in models.policy.hf_weights(2**30)
+            for bucket in models.policy.weights.buckets(2**30)
             for key, tensor in bucket
         }
         results[name] = (metrics, weights if rank == 0 else None)

@@ -50,7 +50,7 @@ def test_its_update_is_the_trainers(tmp_path: Path, seed: int) -> None:
     config = TrainConfig(model=str(tmp_path), trainer=trainer, rollout=RolloutConfig())
     policy = Policy(trainer, tmp_path, 1)
     policy_step(Models(policy), build_objective(config), batch, config, version=3)
-    trained = {name: tensor for bucket in policy.hf_weights(2**30) for name, tensor in bucket}
+    trained = {name: tensor for bucket in policy.weights.buckets(2**30) for name, tensor in bucket}
 
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     tour.update(model, tour.make_optimizer(model, lr=1e-3), batch)
