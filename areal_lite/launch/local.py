@@ -224,9 +224,7 @@ def _run_roles(
 
         if placement.shared:  # SGLang sizes its KV cache by the memory that it finds free
             pool.wait_ready(watch_start)
-        ranks = roles.start_ranks(
-            "trainer", "areal_lite.trainer.loop", config.trainer, placement.trainer
-        )
+        ranks = roles.start_ranks("areal_lite.trainer.loop", config.trainer, placement.trainer)
         told = False
 
         def watch() -> None:

@@ -109,12 +109,10 @@ class Roles:
         """Start `python -m module RUN_DIR MORE`."""
         return self.start(name, [sys.executable, "-m", module, str(self.run_dir), *more], env)
 
-    def start_ranks(
-        self, name: str, module: str, config: TrainerConfig, gpus: list[str]
-    ) -> list[Role]:
+    def start_ranks(self, module: str, config: TrainerConfig, gpus: list[str]) -> list[Role]:
         """Start `python -m module RUN_DIR` once per trainer rank, as torchrun would.
 
-        All ranks see `gpus`. Several ranks are called NAME-RANK.
+        All ranks see `gpus`. Several ranks are called trainer-RANK.
         """
         # Gloo uses loopback in a world of one, too: rank 0 also connects to the servers.
         common = {
@@ -124,11 +122,11 @@ class Roles:
         }
         world = config.world_size
         if world == 1:
-            return [self.start_module(name, module, env=common)]
+            return [self.start_module("trainer", module, env=common)]
         common |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
         common |= {"MASTER_PORT": str(free_port())}
         return [
-            self.start_module(f"{name}-{n}", module, env={**common, "RANK": n, "LOCAL_RANK": n})
+            self.start_module(f"trainer-{n}", module, env={**common, "RANK": n, "LOCAL_RANK": n})
             for n in map(str, range(world))
         ]
 

@@ -22,8 +22,8 @@ class Reference(ParallelModel):
     On a GPU its weights wait in CPU memory between calls.
     """
 
-    def __init__(self, config: TrainerConfig, model_path: str | Path, seed: int = 0):
-        super().__init__(config, model_path, seed)
+    def __init__(self, config: TrainerConfig, model_path: str | Path):
+        super().__init__(config, model_path, seed=0)
         self._parameters = [p.requires_grad_(False) for p in self.model.parameters()]
         self._waiting: list[Tensor] = []
         if self.device.type == "cuda":

@@ -45,7 +45,7 @@ def _warm_up(config: SftConfig, run_dir: Path) -> int:
     (run_dir / "sft.jsonl").unlink(missing_ok=True)  # a warm-up always starts from the beginning
     try:
         with Roles(run_dir) as roles, Progress(lambda: warm_up_view(config, run_dir)) as progress:
-            ranks = roles.start_ranks("trainer", _RANK, config.trainer, [])
+            ranks = roles.start_ranks(_RANK, config.trainer, [])
 
             def watch() -> None:
                 progress.poll()

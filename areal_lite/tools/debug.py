@@ -66,9 +66,7 @@ def train_only(
     save_config(config, run_dir)
     with Roles(run_dir) as roles:
         controller = roles.start_module("controller", "areal_lite.tools.stored_run")
-        ranks = roles.start_ranks(
-            "trainer", "areal_lite.trainer.loop", config.trainer, placement.trainer
-        )
+        ranks = roles.start_ranks("areal_lite.trainer.loop", config.trainer, placement.trainer)
         with CONSOLE.watch(config, run_dir) as show:
 
             def watch() -> None:

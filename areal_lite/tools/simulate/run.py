@@ -46,7 +46,6 @@ _DRAWN_GROUPS = 2000
 class StepRecord:
     """One step of a simulated run. Times are virtual seconds."""
 
-    step: int  # number of completed steps after it
     ended_at: float  # the end of the step, its push included
     # wait_s, train_s, push_s: its parts
     wait_s: float
@@ -97,7 +96,6 @@ class SimulatedTrainer:
         await self._push_if_due(step + 1)
         self.records.append(
             StepRecord(
-                step=step + 1,
                 ended_at=self._loop.time(),
                 wait_s=pulled - started,
                 train_s=train_s,

@@ -115,7 +115,6 @@ class Ledger:
 
     def __init__(self) -> None:
         self.states: dict[int, GroupState] = {}
-        self.steps: dict[int, int] = {}
 
     def submit(
         self, method: Callable[..., Any], *args: Any, durable: bool = False
@@ -138,10 +137,9 @@ class Ledger:
     def assign(self, group_ids: object, step: object) -> None:
         """Record nothing: a simulated controller is never replaced."""
 
-    def use(self, group_ids: Sequence[int], step: int, draws: object) -> None:
+    def use(self, group_ids: Sequence[int], step: object, draws: object) -> None:
         for group_id in group_ids:
             self._move(group_id, (GroupState.FINISHED,), GroupState.USED)
-            self.steps[group_id] = step
 
     def drop(self, group_id: int, reason: str, now: float) -> None:
         before = (GroupState.IN_FLIGHT, GroupState.FINISHED)
@@ -259,10 +257,7 @@ class _Slot:
 
 
 class SimulatedServers:
-    """All servers of a run, as a Client for the fleet. Create it inside the event loop.
-
-    `lost` counts the servers that were lost.
-    """
+    """All servers of a run, as a Client for the fleet. Create it inside the event loop."""
 
     def __init__(self, count: int, tensor_parallel: int, speed: ServerSpeed, requests: Requests):
         self._loop = asyncio.get_running_loop()
@@ -281,7 +276,6 @@ class SimulatedServers:
         ]
         self._slots = {info: _Slot(info, DecodingServer(speed)) for info in infos}
         self._announced = infos
-        self.lost = 0
         # Tokens of a simulated token that an aborted request left unfinished, by completion.
         self._begun: dict[str, int] = {}
         self._past = Usage()
@@ -365,7 +359,6 @@ class SimulatedServers:
         for slot in self._up(gone):
             self._advance(slot)
         self._announced = self._announced[count:]
-        self.lost += len(gone)
         for info in gone:
             slot = self._slots.pop(info)
             self._past += slot.model.usage

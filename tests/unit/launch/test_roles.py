@@ -19,7 +19,7 @@ WITHOUT_GPU = {
 
 def environment_of_a_rank(folder: Path, gpus: list[str]) -> dict[str, str]:
     with Roles(folder) as roles:
-        ranks = roles.start_ranks("trainer", "tests.unit.launch.environment", TrainerConfig(), gpus)
+        ranks = roles.start_ranks("tests.unit.launch.environment", TrainerConfig(), gpus)
         roles.wait(ranks)
         return json.loads(ranks[0].output())
 
