@@ -3,8 +3,9 @@ r"""Verifier of grade-school mathematics (GSM8K): compares numbers exactly.
 A completion states its answer after `####`, in `\boxed{}`, after `answer is` or `Answer:`, after
 `A:` at the start of a line, or in `<answer>`. The last such place with a number in it counts, but
 `not 5` states nothing. Without one, a number counts that is all of the completion, or the only one
-that its last line marks (`**42**`, `$42$`). Other numbers do not count: a model that lists numbers
-must not be paid for one of them. After `</think>`, only what follows counts.
+that its last line marks (`**42**`, `$42$`). Of an equation its right side counts. Other numbers do
+not count: a model that lists numbers must not be paid for one of them. After `</think>`, only what
+follows counts.
 
 An expression is not its first number: `3x`, `3 + 4`, `3, 4`, `10-12` and `8:30` state none. Powers
 are numbers: `2^4`, `1e3`, `1.5 \times 10^3`.
@@ -41,7 +42,7 @@ _SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n|</answer>")
 _POWER = r"\s? (?: \^ | \*\* ) \s? (?: \{ \s? (-?[0-9]{1,3}) \s? \} | (-?[0-9]{1,3}) (?! [\w.] ) )"
 _NUMBER = re.compile(
     rf"""
-    (?P<sign> (?<![\w)\]}}]) - \s? (?= [$.0-9] ) )? \$? \s? (?P<sign2> - (?= [.0-9] ) )?
+    (?P<sign> (?<![\w)\]}}]) [-+] \s? (?= [$.0-9] ) )? \$? \s? (?P<sign2> - (?= [.0-9] ) )?
     (?: (?P<whole> [0-9]+ ) \s+ (?: and \s )? (?= [0-9]+ / [0-9] ) )?    # the 2 of 2 1/2
     (?P<number>
         [0-9]{{1,3}} (?: (?: ,[0-9]{{3}} )+ | (?: [ ][0-9]{{3}} )+ ) (?![0-9]) (?: \.[0-9]+ )?
@@ -61,9 +62,10 @@ _SCALES |= {"million": 6, "billion": 9}
 _NEGATION = re.compile(r"\b(?:not|never|neither)\b|n['’]t\b", re.IGNORECASE)
 # What may not come before a number: a function, an index, an operator, or a variable.
 _OPENS = re.compile(
-    r"\\(?:sqrt|[dt]?frac|binom|log|ln|sin|cos|tan)|[\^√_]"
-    r"|(?:^|[^A-Za-z])[A-Za-z]\s?[-<>≤≥]?\s?$|[-+*/×·÷≠<>≤≥]\s?$"
+    r"\\(?:sqrt|[dt]?frac|binom|log|ln|sin|cos|tan|[lgn]eq?)(?![a-z])|[\^√_]"
+    r"|(?:^|[^A-Za-z])[A-Za-z]\s?[-<>≤≥]?\s?$|(?:[-+*/×·÷≠<>≤≥]=?|!=)\s?$"
 )
+_EQUALS = re.compile(r"(?<![<>!=])=+")
 # What may follow it: the end, punctuation, a mark, a unit, a word. Anything else is an expression.
 _CLOSES = re.compile(
     r"""
@@ -155,10 +157,12 @@ def stated_number(completion: str) -> Number | None:
 def _unannounced(completion: str) -> Number | None:
     """Return the number that is the whole completion, or the only marked one of its last line."""
     bare = completion.strip()
-    if len(bare) <= _MAX_CHARACTERS and (match := _NUMBER.fullmatch(_plain(bare).rstrip("."))):
+    right = _right_side(_plain(bare[-_MAX_CHARACTERS:]).rstrip(".")).lstrip()
+    if len(bare) <= _MAX_CHARACTERS and (match := _NUMBER.fullmatch(right)):
         return _number(match)
     last = bare[-_STATEMENT_CHARACTERS:].rpartition("\n")[2]
-    marked = [_plain("".join(filter(None, texts))).strip(" .") for texts in _MARKED.findall(last)]
+    texts = ("".join(groups) for groups in _MARKED.findall(last))
+    marked = [_right_side(_plain(text).strip(" .")).lstrip() for text in texts]
     numbers = [match for text in marked if (match := _NUMBER.match(text))]
     return _alone(numbers[0]) if len(numbers) == 1 else None
 
@@ -189,7 +193,12 @@ def _statement_text(text: str, statement: re.Match) -> str:
         rest = rest.lstrip(" \t\r\n*:")
         end = _SENTENCE_END.search(rest)
         rest = rest[: end.start()] if end else rest
-    return rest.rpartition("=")[2]
+    return _right_side(rest)
+
+
+def _right_side(text: str) -> str:
+    """Return what follows the last `=`, if there is one."""
+    return _EQUALS.split(text)[-1].rstrip()
 
 
 def _closing_brace(text: str) -> int:
@@ -221,7 +230,7 @@ def _number(match: re.Match) -> Number | None:
     if below == 0 or (value == 0 and power < 0):
         return None
     value = value**power / below * Fraction(10) ** ten + int(match["whole"] or 0)
-    if match["sign"] or match["sign2"]:
+    if "-" in (match["sign"] or "") + (match["sign2"] or ""):
         value = -value
     return Number(value, Fraction(10) ** _SCALES.get((match["scale"] or "").lower(), 0))
 

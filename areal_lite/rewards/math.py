@@ -2,7 +2,8 @@ r"""Verifier of mathematics: expressions, sets, intervals and matrices.
 
 The stated result is the last `\boxed{}`, with those before it that `and`, `or` or a comma joins to
 it; without one the last `<answer>`, or the end of the completion. A later "the answer is" wins over
-a box, and after thinking (`</think>`) only what follows counts.
+a box, and after thinking (`</think>`) only what follows counts. A formula needs no dollars if it is
+all of the answer or of the last line.
 
 Math-Verify parses the LaTeX and compares with sympy. It rounds to six decimals; here the rounding
 is relative for numbers below 1. What it leaves out is read before: bases (`101_2` is 5), times,
@@ -56,13 +57,23 @@ _JOINT_CHARACTERS = 80
 _BARE_CHARACTERS = 100
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 _ANNOUNCED = re.compile(r"\banswers?\b[^.\n:]{0,30}?(?:\bis\b|\bare\b|:)[\s*]", re.IGNORECASE)
+_MATRIX = re.compile(r"\\begin\{.{0,1000}?\\end\{", re.DOTALL)
 _SENTENCE = re.compile(r"\.\s|\n")
+# A formula without marks: no word in it but the names of functions, and no `a)` before it.
+_FORMULA = re.compile(
+    r"(?!\w{1,2}[).:]\s)(?:\\(?:begin|end)\{[a-z]+\}|\\(?!boxed|fbox)[A-Za-z]+|\\[^A-Za-z()\[\]]"
+    r"|(?<![A-Za-z])(?:[A-Za-z]|pi|sqrt|log|ln|sin|cos|tan)(?![A-Za-z])"
+    r"|[0-9_\u0370-\u03ff]|[^\w$#\\])++"
+)
+_NUMBERS = re.compile(r"-?[0-9.,:/%°\s]*|.*!", re.DOTALL)
 _NEGATED = re.compile(r"(?:\bnot|n['’]t)\s+(?:equal\s+to\s+)?\S{1,40}\s*\Z", re.IGNORECASE)
 # 9^{9^{9}}, and (x+1)^{9}, whose base is not a number.
 _POWER = re.compile(r"(?<![0-9])[0-9]*+(?:\s{0,9}(?:\^|\*\*)[{(\s-]{0,9}[0-9]++)+")
 _FACTORIAL = re.compile(r"(?<![0-9])([0-9]++)[)}\s]{0,9}!")
 
-_DASHES = str.maketrans("\u2212\u2013\u2014\u00a0\u2009\u202f", "---   ")
+_CHARACTERS = {ord(old): new for old, new in zip("\u2212\u2013\u2014\u00a0\u2009\u202f", "---   ")}
+_CHARACTERS |= {ord("√"): "sqrt", ord("²"): "^2", ord("³"): "^3"}
+_CHARACTERS |= {ord(old): f"\\{new} " for old, new in zip("π∞×·", ("pi", "infty", "times", "cdot"))}
 _DEGREES = r"\s?(?:\^\s?(?:\{\s?\\circ\s?\}|\\circ)|°|\\degree)"
 _PERCENT = re.compile(r"\s?(?:\\?%|\\text\{\s?percent\s?\}|\b(?:percent(?:age)?|pct)\b)")
 # Other forms of what Math-Verify knows, in the order in which they are replaced.
@@ -71,13 +82,16 @@ _FORMS = (
     (r"(?<=[0-9])(?:\\[,!;:]|\{,\}|~)(?=[0-9]{3}(?![0-9]))", ""),
     (r"(?<=[0-9])\{:\}(?=[0-9])", ":"),
     (r"(?<=[0-9])[eE]([+-]?[0-9]{1,4})(?![\w.])", r"\\times 10^{\1}"),
+    (r"(?<=[\w)}])( ?)\*\*\1(?:\(([^()]{1,50})\)|(-?\w++(?:\.[0-9]++)?)(?! ?\*\*))", r"^{\2\3}"),
     (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
-    (r"(?<![A-Za-z\\])sqrt\(([^()]{1,50})\)", r"\\sqrt{\1}"),
+    (r"(?<![A-Za-z\\])sqrt ?(?:\(([^()]{1,50})\)|([0-9]++|[A-Za-z]\b))", r"\\sqrt{\1\2}"),
     (r"\+\s?-", "-"),
     (r"(?<![\w.])([0-9]+)\.0+(?![0-9])", r"\1"),
     (r"(?<![\w.])1(?=i\b)", ""),
 )
-_THOUSANDS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])")
+_THOUSANDS = re.compile(
+    r"(?:(?<![0-9.])[0-9]{1,3}(?: [0-9]{3})+|= ?[0-9]{1,3}(?:,[0-9]{3})+)(?![0-9,])"
+)
 _BASE = re.compile(r"(?<![\w.])([0-9][0-9A-Z]{0,99})_(?:\{\s?([0-9]{1,2})\s?\}|([0-9]{1,2}))")
 _DOTS = re.compile(r"\\[lc]?dots|\.\.\.|…")
 _TIME = re.compile(r"[0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?")
@@ -150,14 +164,16 @@ def stated_result(completion: str) -> str:
     r"""Return the text of the stated result: boxes in dollars, or the end of the completion."""
     text = completion[-_LAST_CHARACTERS:]
     text = text.rpartition("</think>")[2].strip() or text
+    text = _MATRIX.sub(lambda match: " ".join(match[0].split()), text)
     if tagged := _TAGGED.findall(text):
         text = tagged[-1] if "\\boxed" in tagged[-1] else f"\\boxed{{{tagged[-1].strip()}}}"
     boxes = _boxes(text)
     after = boxes[-1][1] if boxes else 0
     if announced := list(_ANNOUNCED.finditer(text, after)):
-        return _SENTENCE.split(text[announced[-1].end() :].lstrip(" \n*"), maxsplit=1)[0]
+        rest = text[announced[-1].end() :].lstrip(" \n*")
+        return _with_marks(_SENTENCE.split(rest, maxsplit=1)[0])
     if not boxes:
-        return text[-_UNBOXED_CHARACTERS:]
+        return _with_marks(text[-_UNBOXED_CHARACTERS:])
     start, end = boxes.pop()
     while boxes and start - boxes[-1][1] <= _JOINT_CHARACTERS:
         if not _JOINT.fullmatch(text, boxes[-1][1], start):
@@ -166,15 +182,22 @@ def stated_result(completion: str) -> str:
     return f"${text[start:end]}$"
 
 
+def _with_marks(text: str) -> str:
+    """Return the last line in dollars if it is a formula: bare, its last number would count."""
+    last = text.strip().rpartition("\n")[2].lstrip(" *=>→⇒∴•").rstrip(" .*")
+    is_formula = _FORMULA.fullmatch(last) and not _NUMBERS.fullmatch(last)
+    return f"${last}$" if is_formula else text
+
+
 def _plain(text: str) -> str:
     """Write the forms that Math-Verify does not read in forms that it does."""
-    text = text.translate(_DASHES).replace("\\fbox", "\\boxed")
+    text = text.translate(_CHARACTERS).replace("\\fbox", "\\boxed")
     for pattern, replacement in _FORMS:
         text = re.sub(pattern, replacement, text)
     if re.search(r"\\?(?:sin|cos|tan|cot|sec|csc)\b", text):
         text = re.sub(rf"([0-9]+(?:\.[0-9]+)?){_DEGREES}", r"\\frac{\1\\pi}{180}", text)
     text = re.sub(_DEGREES, "", text)
-    text = _THOUSANDS.sub(lambda match: match[0].replace(" ", ""), text)
+    text = _THOUSANDS.sub(lambda match: re.sub("[ ,]", "", match[0]), text)
     return _PERCENT.sub("", _BASE.sub(_in_base, text))
 
 
