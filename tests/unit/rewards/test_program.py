@@ -162,9 +162,21 @@ ENDS = {
 }
 
 
+@pytest.mark.parametrize(
+    "checker", [None, "def check(given, expected, result): return '3' in result"]
+)
 @pytest.mark.parametrize("end", ENDS)
-def test_a_program_may_end_in_any_way(end: str) -> None:
-    assert reward(fenced(ENDS[end]), io(["", "", ""], ["3", "3", "3"])) == 1.0
+def test_a_program_may_end_in_any_way(end: str, checker: str | None) -> None:
+    more = {"checker": checker} if checker else {}
+    assert reward(fenced(ENDS[end]), io(["", "", ""], ["3", "3", "3"], **more)) == 1.0
+
+
+def test_each_run_of_a_program_that_ends_its_process_is_checked() -> None:
+    program = fenced("import os\nn = input()\nprint(n, flush=True)\nos._exit(n == 'bad')")
+    checker = "def check(given, expected, result): return int(result) < int(expected)"
+    assert reward(program, io(["1", "2", "3"], ["2", "3", "4"], checker=checker)) == 1.0
+    assert reward(program, io(["1", "2", "3"], ["2", "3", "3"], checker=checker)) == 0.0
+    assert reward(program, io(["1", "bad"], ["2", "3"], checker=checker)) == 0.0
 
 
 @pytest.mark.parametrize(
