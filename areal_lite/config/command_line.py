@@ -10,6 +10,7 @@ A word without `=` is a folder, for commands with `words`: a run, or for `chat` 
 import json
 import re
 import secrets
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -53,11 +54,9 @@ def _register(command: str) -> DictConfig:
 def compose_config(command: str, overrides: list[str]) -> DictConfig:
     """Compose the settings of `command`. Raises errors of Hydra or OmegaConf (see `explain`)."""
     schema = _register(command)
-    # In settings such as server.args users choose the keys. Hydra requires ++ for a new key.
-    keys = keys_of(find_command(command).schema)
-    free = tuple(f"{key}." for key, kind in keys.items() if get_origin(kind) is dict)
+    # Hydra requires ++ for a new key.
     marked = [
-        f"++{override}" if f"{override.partition('=')[0]}.".startswith(free) else override
+        f"++{override}" if _is_own_key(override.partition("=")[0], command) else override
         for override in overrides
     ]
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
@@ -65,6 +64,12 @@ def compose_config(command: str, overrides: list[str]) -> DictConfig:
     # Hydra accepts any +key=value. This refuses a key that the schema does not have.
     OmegaConf.merge(schema, OmegaConf.to_container(composed))
     return composed
+
+
+def _is_own_key(key: str, command: str) -> bool:
+    """Return whether users choose a key, or what it holds, such as in server.args."""
+    kinds = keys_of(find_command(command).schema).items()
+    return f"{key}.".startswith(tuple(f"{own}." for own, kind in kinds if get_origin(kind) is dict))
 
 
 def as_overrides(settings: Mapping[str, Any]) -> list[str]:
@@ -124,8 +129,8 @@ def overrides_of(command: str, args: list[str]) -> list[str]:
 
 def quoted(text: str) -> str:
     """Quote text for Hydra, where only backslashes before a quote or at the end are special."""
-    doubled = re.sub(r"(\\+)(?='|$)", r"\1\1", text)
-    return "'" + doubled.replace("'", r"\'") + "'"
+    doubled = re.sub(r"(\\+)(?=\"|$)", r"\1\1", text)
+    return '"' + doubled.replace('"', r"\"") + '"'
 
 
 _UNKNOWN_KEY = re.compile(
@@ -146,6 +151,9 @@ _REWORDED = {
         r"\1=\2: write a list, \1=[\2]"
     ),
     r"Error merging override (.+?) ((?:Value|Cannot|Invalid) .*?)(?: full_key: \S+)?": r"\1: \2",
+    r"(Interpolation key '(\S+)' not found) full_key: (\S+)": (
+        r"\3: \1; for the text itself write \\${\2}"
+    ),
     r"(.*) full_key: (\S+)": r"\2: \1",
 }
 _NOISE = re.compile(
@@ -166,13 +174,44 @@ def explain(error: Exception, command: str) -> str:
         group, name, options = unknown.group(1), unknown.group(2), unknown.group(3).split()
         hint = did_you_mean(name, options)
         return f"unknown {group}={name}; {f'{hint} ' if hint else ''}there are {', '.join(options)}"
+    if several := re.match(r"Ambiguous value for argument '(.+?)'\s1\. ", str(error), re.DOTALL):
+        how = _how_to_type(several[1], command, "give one")
+        return f"{several[1]} is several values: {how}, or add -m to run each"
+    if listed := re.match(r"Error merging override (.+) Cannot convert '\w+' to string", text):
+        return f"{listed[1]} is no text: {_how_to_type(listed[1], command)}"
     for pattern, reworded in _REWORDED.items():
         if match := re.fullmatch(pattern, text):
             return match.expand(reworded)
     if isinstance(error, OverrideParseException):
-        override = error.override.removeprefix("++")[:_SHOWN]
-        return f"cannot read {override}: check its brackets and quotes"
+        override = error.override.removeprefix("++")
+        return f"cannot read {override[:_SHOWN]}: {_how_to_type(override, command)}"
     return text
+
+
+def _how_to_type(override: str, command: str, unless: str = "check its brackets and quotes") -> str:
+    """Say what to type in a shell instead of an override that Hydra misreads, `unless` unclear."""
+    key, equals, value = (part.strip() for part in override.partition("="))
+    if not key or not equals:
+        return "write KEY=VALUE"
+    kind = keys_of(find_command(command).schema).get(key)
+    if kind in (str, str | None) or (kind is None and _is_own_key(key, command)):
+        if value.startswith("~/"):
+            return f'type "{key}=$HOME{value[1:]}"'
+        typed = quoted(value)
+    elif get_origin(kind) is list and "[" not in value:
+        typed = f"[{','.join(map(quoted, value.split(',')))}]"
+    else:
+        typed = re.sub(r"""["'](\w+)["'](?=\s*:)""", r"\1", value.lstrip("= "))  # as in JSON
+    plain = f"{key}={typed}"
+    return unless if plain == override else f"type {_in_shell(plain)}"
+
+
+def _in_shell(text: str) -> str:
+    """Quote text for bash, on one line."""
+    if text.isprintable():
+        return shlex.quote(text)
+    escapes = {ord("\n"): r"\n", ord("\t"): r"\t", ord("'"): r"\'", ord("\\"): r"\\"}
+    return f"$'{text.translate(escapes)}'"
 
 
 def one_line(message: str) -> str:

@@ -198,7 +198,7 @@ def test_many_more_random_command_lines(where, capsys, monkeypatch):
         ("algo.correction.low=inf", "algo.correction.low=inf: must be"),
         (
             "data.path=a\nb data.source=jsonl",
-            "cannot read data.path=a b: check its brackets and quotes",
+            r"""cannot read data.path=a b: type $'data.path="a\nb"'""",
         ),
         ("trainer.lr=" + "[" * 500, "cannot read trainer.lr=[["),
     ],

@@ -1,5 +1,7 @@
 """Plain words and options of the command line become overrides, whatever a folder is called."""
 
+import subprocess
+
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
@@ -60,6 +62,42 @@ def test_mistakes_are_one_line(capsys, tmp_path):
     assert "unknown option --folow; did you mean --follow?" in run(capsys, "report", "--folow")
     assert "unknown option --follow" in run(capsys, "audit", "--follow")
     assert "runs/a has no value: write runs/a=…" in run(capsys, "train", "runs/a")
+
+
+MISREAD = [
+    *("a=b", "/data/a~b", "a,b", "a, b", "(a)", "{a}", "[a]", "it's", '"a', 'b"', "a#b;c&d"),
+    *("naïve", "<a>", "`a`", "!a", "a\nb\tc", "it's\n\\a", "file:///a?b=c", "a,", "a]", "$(a)"),
+]
+
+
+@pytest.mark.parametrize("value", MISREAD)
+def test_a_misread_text_is_told_how_to_type_it(value, capsys):
+    message = run(capsys, "train", "--cfg", f"data.system_prompt={value}")
+    typed = message.partition(": type ")[2].removesuffix(", or add -m to run each")
+    words = subprocess.check_output(["bash", "-c", f"printf %s {typed}"], text=True)
+    assert compose_config("train", [words]).data.system_prompt == value
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "reward.function=f=g",
+            """cannot read reward.function=f=g: type 'reward.function="f=g"'""",
+        ),
+        ("data.args.name=f=g", """cannot read data.args.name=f=g: type 'data.args.name="f=g"'"""),
+        ("data.path=~/a", 'cannot read data.path=~/a: type "data.path=$HOME/a"'),
+        ("trainer.lr = 1", "cannot read trainer.lr = 1: type trainer.lr=1"),
+        ("trainer.lr==1", "type trainer.lr=1"),
+        ("trainer.lr:1", "cannot read trainer.lr:1: write KEY=VALUE"),
+        ("trainer.lr=1,2", "trainer.lr=1,2 is several values: give one, or add -m to run each"),
+        ("rollout.filters=a:b,c:d", """type 'rollout.filters=["a:b","c:d"]', or add -m"""),
+        ('server.args={"a": 1}', "type 'server.args={a: 1}'"),
+        ("nowhere=f=g", "cannot read nowhere=f=g: check its brackets and quotes"),
+    ],
+)
+def test_a_misread_override_is_told_what_to_type(override, message, capsys):
+    assert message in run(capsys, "train", "--cfg", override)
 
 
 def test_a_chat_takes_a_model_or_a_run(capsys, tmp_path):
