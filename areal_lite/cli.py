@@ -19,7 +19,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from areal_lite import extensions
 from areal_lite.config import TrainConfig, command_names, compose_config, find_command
-from areal_lite.config.command_line import did_you_mean, explain, one_line, overrides_of, switches
+from areal_lite.config.command_line import (
+    did_you_mean,
+    explain,
+    one_line,
+    overrides_of,
+    show,
+    switches,
+)
 from areal_lite.config.commands import CORE
 from areal_lite.extensions import load_object
 
@@ -85,7 +92,7 @@ def checked_config(command: str, overrides: list[str]) -> Any:
     from areal_lite.launch.preflight import check_config
 
     for caution in check_config(find_command(command), config):
-        print(f"caution: {caution}", file=sys.stderr)
+        show(f"caution: {caution}", len("caution: "), sys.stderr)
     return config
 
 

@@ -6,6 +6,7 @@ downloaded.
 """
 
 import math
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from areal_lite.config import (
     reference_folders,
     source_configs,
 )
+from areal_lite.config.command_line import show
 from areal_lite.config.data import shares
 from areal_lite.config.rules import clip_is_idle
 from areal_lite.data.model_folder import check_weights, expert_layout, weight_files
@@ -81,7 +83,7 @@ def run(config: TrainConfig) -> int:
             "on a GPU the trainer computes one expert after the other: right, but slow"
         ]
     texts = ["\n  ".join([title, *lines]) for title, lines in sections.items()]
-    print("\n\n".join(texts))
+    show("\n\n".join(texts), 4, sys.stdout)
     return 0
 
 

@@ -6,12 +6,11 @@ metrics and thresholds.
 
 from __future__ import annotations
 
-import shutil
 import sys
-import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
+from areal_lite.config.command_line import show
 from areal_lite.run_dir.paths import existing_run
 from areal_lite.run_dir.store_format import NOT_KEPT
 from areal_lite.tools.commands import DiagnoseConfig
@@ -86,15 +85,7 @@ def alarm_line(run_dir: Path) -> str | None:
 
 
 def run(config: DiagnoseConfig) -> int:
-    """Print the findings about a run, wrapped to the width of a terminal."""
-    text = diagnosis_text(read_history(existing_run(config.run_dir)))
-    print(wrapped(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
+    """Print the findings about a run."""
+    # What follows of a line is below the words of its first part.
+    show(diagnosis_text(read_history(existing_run(config.run_dir))), 12, sys.stdout)
     return 0
-
-
-def wrapped(text: str, width: int) -> str:
-    """Break long lines between words. What follows is below the words of the first part."""
-    wrapper = textwrap.TextWrapper(
-        width, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False
-    )
-    return "\n".join(wrapper.fill(line) for line in text.splitlines())

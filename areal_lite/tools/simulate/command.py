@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from areal_lite.config.command_line import show
 from areal_lite.system.files import write_atomically
 from areal_lite.tools.commands import SimulateConfig
 from areal_lite.tools.simulate.run import Summary, simulate, summarize
@@ -186,7 +188,8 @@ def run(config: SimulateConfig) -> int:
         raise ValueError("buffer.replay is not simulated: set buffer.replay.capacity=0")
     with _without_log():
         summary = simulated(config)
-        print(summary_text(config, summary), "", *advise(config, summary), sep="\n", flush=True)
+        print(summary_text(config, summary), flush=True)
+        show("\n" + "\n".join(advise(config, summary)), 2, sys.stdout)
         comparisons: dict[str, list[Variant]] = {}
         for question in config.simulate.compare:
             comparisons[question] = variants = list(compare(question, config))

@@ -1,5 +1,6 @@
 """Plain words and options of the command line become overrides, whatever a folder is called."""
 
+import io
 import subprocess
 
 import pytest
@@ -7,9 +8,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.cli import main, parse
+from areal_lite.cli import checked_config, main, parse
 from areal_lite.config import command_names, compose_config
-from areal_lite.config.command_line import quoted, switches
+from areal_lite.config.command_line import quoted, show, switches
+from areal_lite.launch import preflight
 
 FOLDERS = ["runs/a", "1", "null", "a b", "it's", 'say "x"', r"back\slash", "runs/[1,2]", "ü", "\\"]
 
@@ -98,6 +100,39 @@ def test_a_misread_text_is_told_how_to_type_it(value, capsys):
 )
 def test_a_misread_override_is_told_what_to_type(override, message, capsys):
     assert message in run(capsys, "train", "--cfg", override)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_no_line_that_it_would_break_within_a_word(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "42")
+    text = f"HINT   Title\n\n  change    raise rollout.max_new_tokens; lower trainer.lr\n{'b' * 50}"
+    for stream, lines in (
+        (io.StringIO(), text.splitlines()),
+        (
+            Terminal(),
+            [
+                *("HINT   Title", "", "  change    raise rollout.max_new_tokens;"),
+                *("            lower trainer.lr", "b" * 50),
+            ],
+        ),
+    ):
+        show(text, 12, stream)
+        assert stream.getvalue().splitlines() == lines
+
+
+def test_cautions_are_wrapped_for_a_terminal_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr(preflight, "check_config", lambda *_: ["trainer.lr=1 is too large for it"])
+    for stream, count in ((io.StringIO(), 1), (Terminal(), 2)):
+        monkeypatch.setattr("sys.stderr", stream)
+        checked_config("audit", [f"run_dir={tmp_path}"])
+        first, *rest = stream.getvalue().splitlines()
+        assert first.startswith("caution: trainer.lr=1") and len(rest) == count - 1
+        assert all(line.startswith(" " * 9) for line in rest)
 
 
 def test_a_chat_takes_a_model_or_a_run(capsys, tmp_path):

@@ -14,7 +14,7 @@ from areal_lite.cli import main
 from areal_lite.config import TrainConfig
 from areal_lite.run_dir.store import Store
 from areal_lite.system.files import write_json
-from areal_lite.tools.diagnose.diagnosis import Finding, alarm_line, diagnose, wrapped
+from areal_lite.tools.diagnose.diagnosis import Finding, alarm_line, diagnose
 from areal_lite.tools.diagnose.history import Severity, read_history
 from areal_lite.trajectory import Group
 from tests.unit.tools.report.recorded_run import unpack
@@ -421,16 +421,6 @@ def test_a_folder_without_a_run_is_a_mistake(
 ) -> None:
     assert main(["diagnose", f"run_dir={tmp_path}"]) == 1
     assert "is not a run directory" in capsys.readouterr().err
-
-
-def test_a_terminal_gets_no_line_that_it_would_break_within_a_word():
-    text = "HINT   Title\n  change    raise rollout.max_new_tokens; lower trainer.lr"
-    assert wrapped(text, 42).splitlines() == [
-        "HINT   Title",
-        "  change    raise rollout.max_new_tokens;",
-        "            lower trainer.lr",
-    ]
-    assert wrapped(f"a\n\n{'b' * 50}", 42) == f"a\n\n{'b' * 50}"
 
 
 def test_the_newest_steps_are_enough(tmp_path: Path) -> None:
