@@ -19,15 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from areal_lite import extensions
 from areal_lite.config import TrainConfig, command_names, compose_config, find_command
-from areal_lite.config.command_line import (
-    did_you_mean,
-    explain,
-    one_line,
-    overrides_of,
-    show,
-    switches,
-)
+from areal_lite.config.command_line import did_you_mean, explain, one_line, overrides_of, switches
 from areal_lite.config.commands import CORE
+from areal_lite.config.help import groups_text, help_text, show
 from areal_lite.extensions import load_object
 
 _HELP = ("--help", "-h")
@@ -183,8 +177,6 @@ def _entry(command: str, flags: set[str]) -> Callable[[Any], int]:
 
 def _help(command: str, composed: Any) -> str:
     """Return the usage of a command, the sets of settings it can use, and its settings."""
-    from areal_lite.config.help import groups_text, help_text
-
     about = find_command(command)
     written = about.written(command)
     words = f"[{about.words[1]}] " if about.words else ""

@@ -11,12 +11,10 @@ import json
 import re
 import secrets
 import shlex
-import shutil
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, TextIO, get_origin
+from typing import Any, get_origin
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -221,19 +219,6 @@ def one_line(message: str) -> str:
     line = " ".join(message.split())
     half = _LONGEST // 2
     return line if len(line) <= _LONGEST else f"{line[:half]} … {line[-half:]}"
-
-
-def show(text: str, indent: int, stream: TextIO) -> None:
-    """Print text; for a terminal, break its lines between words and indent what follows."""
-    if stream.isatty():
-        wrapper = textwrap.TextWrapper(
-            shutil.get_terminal_size().columns,
-            subsequent_indent=" " * indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        text = "\n".join(map(wrapper.fill, text.splitlines()))
-    print(text, file=stream)
 
 
 def _unknown_key(key: str, command: str) -> str:

@@ -47,7 +47,7 @@ class DataConfig:
     answer_key: str = setting("answer", "Field of a row with the answer to compare with.")
     chat: bool = setting(True, "jsonl, hf: apply the tokenizer's chat template to the prompt.")
     chat_template_kwargs: dict[str, Any] = setting(
-        {}, "Variables of the chat template, such as {enable_thinking: false}."
+        {}, "Variables of the chat template: {enable_thinking: false, today: 2026-12-31}."
     )
     system_prompt: str | None = setting(None, "System message in front of each prompt.")
     max_prompt_tokens: int = setting(1024, "Longer prompts are left out.", within=(1, MAX_TOKENS))

@@ -4,9 +4,10 @@ Both come from the metadata of the fields (fields.py) and the values that conf/ 
 """
 
 import json
+import shutil
 import textwrap
 import types
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TextIO, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
@@ -95,6 +96,19 @@ def help_text(command: str, composed: DictConfig) -> str:
             heading = f"{prefix[:-1]}: {about_section(section)}" if prefix else "general:"
             parts.append("\n".join([heading, *map(_help_row, rows)]))
     return "\n\n".join(parts)
+
+
+def show(text: str, indent: int, stream: TextIO) -> None:
+    """Print text; for a terminal, break its lines between words and indent what follows."""
+    if stream.isatty():
+        wrapper = textwrap.TextWrapper(
+            shutil.get_terminal_size().columns,
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        text = "\n".join(map(wrapper.fill, text.splitlines()))
+    print(text, file=stream)
 
 
 def _help_row(row: Row) -> str:

@@ -77,9 +77,10 @@ def load_prompts(
     """
     if split not in ("train", "eval"):
         raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
-    prompts = prompt_source(config)(
-        config, Tokenizer(model_path, config.chat_template_kwargs), split, **config.args
-    )
+    tokenizer = Tokenizer(model_path, config.chat_template_kwargs)
+    if config.chat and split == "train" and (caution := tokenizer.date_caution()):
+        log.warning(caution)
+    prompts = prompt_source(config)(config, tokenizer, split, **config.args)
     if isinstance(prompts, TextPrompts) and (check := answer_check(reward)):
         prompts.check_answers(check, config.answer_key)
     return prompts

@@ -15,6 +15,7 @@ for a budget is thus found without encoding it, which takes seconds for each meg
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ Message = dict[str, Any]  # {"role": "user", "content": "..."}
 _ANSWER = "(the-answer-goes-here)"
 # SGLang stops at this token of Llama 3 wherever a tokenizer has it.
 _END_OF_MESSAGE = "<|eom_id|>"
+_TODAY = "2024-07-26"  # where Llama's templates know no date
 
 
 class Tokenizer:
@@ -35,8 +37,9 @@ class Tokenizer:
 
     `eos_ids` end a completion. They are those at which a server stops: of generation_config.json
     first, then of config.json and of the tokenizer. Every id that the model can sample is below
-    `vocab_size`. The chat template gets `template_kwargs`, too. Raises ValueError if the folder has
-    no usable tokenizer.
+    `vocab_size`. The chat template gets `template_kwargs`, too, and their `today` is its date
+    on every day: prompts would change overnight. Raises ValueError if the folder has no usable
+    tokenizer.
     """
 
     def __init__(
@@ -64,6 +67,8 @@ class Tokenizer:
             text = value.get("content") if isinstance(value, dict) else value
             if key.endswith("_token") and isinstance(text, str):
                 self._special_tokens[key] = text
+        self._variables: dict[str, Any] = {"strftime_now": self._find_today().strftime}
+        self._variables |= self._special_tokens | self._template_kwargs
         self._chat_template = self._find_chat_template(settings)
         self.vocab_size = self._find_vocab_size()
         self.eos_ids = self._find_eos_ids()
@@ -110,7 +115,7 @@ class Tokenizer:
                 tools=list(tools) if tools else None,
                 chat_template=self._chat_template,
                 add_generation_prompt=True,
-                **self._special_tokens | self._template_kwargs,
+                **self._variables,
             )
         except Exception as error:  # a template is code of the checkpoint: it may raise anything
             kind = type(error).__name__
@@ -156,6 +161,24 @@ class Tokenizer:
             f"the chat template ends a turn with {self._fast.id_to_token(ids[0])!r}, and answers"
             f" end at {stops}: add its id to eos_token_id in generation_config.json"
         )
+
+    def date_caution(self) -> str | None:
+        """Say which date the chat template writes, if it writes one that nobody has chosen."""
+        chosen = self._template_kwargs.keys() & {"today", "date_string"}
+        if chosen or "strftime_now" not in (self._chat_template or ""):
+            return None
+        return (
+            f"the chat template writes the date of the day, which is {_TODAY} here, so that prompts"
+            " stay as they are: data.chat_template_kwargs.today=DATE sets another"
+        )
+
+    def _find_today(self) -> date:
+        today = self._template_kwargs.get("today", _TODAY)
+        try:
+            return date.fromisoformat(today)
+        except (TypeError, ValueError):
+            key = f"data.chat_template_kwargs.today={today}"
+            raise ValueError(f"{key}: write a date as {_TODAY}") from None
 
     def _find_chat_template(self, settings: dict[str, Any]) -> str | None:
         file = self.path / "chat_template.jinja"

@@ -22,8 +22,8 @@ from areal_lite.config import (
     reference_folders,
     source_configs,
 )
-from areal_lite.config.command_line import show
 from areal_lite.config.data import shares
+from areal_lite.config.help import show
 from areal_lite.config.rules import clip_is_idle
 from areal_lite.data.model_folder import check_weights, expert_layout, weight_files
 from areal_lite.data.prompts import Split, load_prompts

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from areal_lite.config.command_line import show
+from areal_lite.config.help import show
 from areal_lite.run_dir.paths import existing_run
 from areal_lite.run_dir.store_format import NOT_KEPT
 from areal_lite.tools.commands import DiagnoseConfig

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from areal_lite.config.command_line import show
+from areal_lite.config.help import show
 from areal_lite.system.files import write_atomically
 from areal_lite.tools.commands import SimulateConfig
 from areal_lite.tools.simulate.run import Summary, simulate, summarize

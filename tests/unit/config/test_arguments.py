@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from areal_lite.cli import checked_config, main, parse
 from areal_lite.config import command_names, compose_config
-from areal_lite.config.command_line import quoted, show, switches
+from areal_lite.config.command_line import quoted, switches
+from areal_lite.config.help import show
 from areal_lite.launch import preflight
 
 FOLDERS = ["runs/a", "1", "null", "a b", "it's", 'say "x"', r"back\slash", "runs/[1,2]", "ü", "\\"]

@@ -199,6 +199,42 @@ def test_a_template_has_variables(model: Path, tmp_path: Path) -> None:
     assert load_prompts(config, model, "train")[0].text.startswith("Hi. user: ")
 
 
+DATED = (
+    "{% if date_string is not defined %}{% set date_string = strftime_now('%d.%m.%y') %}{% endif %}"
+    "{{ date_string }}: {{ messages[0].content }}"
+)
+
+
+def test_prompts_have_the_same_date_on_every_day(model: Path) -> None:
+    assert templated(model, DATED).render([USER]) == "26.07.24: 1+1?"
+    assert templated(model, DATED, today="2025-01-31").render([USER]) == "31.01.25: 1+1?"
+    assert templated(model, DATED, date_string="May").render([USER]) == "May: 1+1?"
+    with pytest.raises(
+        ValueError, match=r"chat_template_kwargs\.today=tomorrow: write a date as 2"
+    ):
+        Tokenizer(model, {"today": "tomorrow"})
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "warned"),
+    [
+        (DATED, {}, True),
+        (TEMPLATE, {}, False),
+        (DATED, {"chat": False}, False),
+        (DATED, {"chat_template_kwargs": {"today": "2025-01-31"}}, False),
+        (DATED, {"chat_template_kwargs": {"date_string": "May"}}, False),
+    ],
+)
+def test_a_template_that_writes_the_date_is_a_caution(
+    model: Path, tmp_path: Path, caplog, template, settings, warned
+) -> None:
+    dated = shutil.copytree(model, tmp_path / "model")
+    (dated / "chat_template.jinja").write_text(template)
+    with caplog.at_level(logging.WARNING):
+        load_prompts(jsonl(tmp_path, ROWS[:1], **settings), dated, "train")
+    assert ("data.chat_template_kwargs.today=DATE" in caplog.text) == warned
+
+
 def test_the_end_of_a_turn_is_an_end_of_answers(model: Path) -> None:
     assert templated(model, SIMPLE).end_of_turn() is None
     other = templated(model, SIMPLE.replace("<eos>", "!"))
