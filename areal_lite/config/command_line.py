@@ -202,8 +202,7 @@ def _how_to_type(override: str, command: str, unless: str = "check its brackets 
         typed = f"[{','.join(map(quoted, value.split(',')))}]"
     else:
         typed = re.sub(r"""["'](\w+)["'](?=\s*:)""", r"\1", value.lstrip("= "))  # as in JSON
-    plain = f"{key}={typed}"
-    return unless if plain == override else f"type {_in_shell(plain)}"
+    return unless if f"{key}={typed}" == override else f"type {_in_shell(f'{key}={typed}')}"
 
 
 def _in_shell(text: str) -> str:

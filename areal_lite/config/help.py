@@ -101,12 +101,9 @@ def help_text(command: str, composed: DictConfig) -> str:
 def show(text: str, indent: int, stream: TextIO) -> None:
     """Print text; for a terminal, break its lines between words and indent what follows."""
     if stream.isatty():
-        wrapper = textwrap.TextWrapper(
-            shutil.get_terminal_size().columns,
-            subsequent_indent=" " * indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns)
+        wrapper.subsequent_indent = " " * indent
+        wrapper.break_long_words = wrapper.break_on_hyphens = False
         text = "\n".join(map(wrapper.fill, text.splitlines()))
     print(text, file=stream)
 

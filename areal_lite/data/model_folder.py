@@ -27,10 +27,8 @@ _CHUNK = 1 << 26  # bytes that are compared at a time
 MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
 # Tensor parallelism splits these evenly.
 _SPLIT_SIZES = (
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "moe_intermediate_size",
+    *("num_attention_heads", "num_key_value_heads"),
+    *("intermediate_size", "moe_intermediate_size"),
 )
 _SIZES = (
     *("vocab_size", "hidden_size", "head_dim", "num_hidden_layers"),

@@ -200,9 +200,6 @@ class TextPrompts:
             )
         self.num_prompts: int | None = len(self._prompts)
 
-    def __len__(self) -> int:
-        return len(self._prompts)
-
     def __getitem__(self, index: int) -> Prompt:
         prompt = self._prompts[index]
         return replace(prompt, tokens=self._encode(prompt.text))
@@ -238,26 +235,19 @@ class TextPrompts:
         prompt = _value(row, config.prompt_key)
         if prompt == "":
             raise ValueError(f"{config.prompt_key!r} is empty: remove the row")
-        if isinstance(prompt, str) and prompt.startswith("[{"):
-            with suppress(ValueError, RecursionError):
-                decoded = json.loads(prompt)
-                prompt = decoded if _is_messages(decoded) else prompt
-        if isinstance(prompt, str):
-            messages = [{"role": "user", "content": prompt}]
-        elif _is_messages(prompt):
-            messages = [
-                {**message, "content": _plain(message["content"]) or ""} for message in prompt
-            ]
-        else:
-            raise ValueError(
-                f"{config.prompt_key!r} must be a string or a list of messages (role, content)"
-            )
-        if not config.chat:
+        messages = _messages(prompt)
+        if messages is None:
             if not isinstance(prompt, str):
                 raise ValueError(
-                    f"{config.prompt_key!r} is a list of messages: data.chat=false cannot take it"
+                    f"{config.prompt_key!r} must be a string or a list of messages (role, content)"
                 )
-            return prompt, []
+            if not config.chat:
+                return prompt, []
+            messages = [{"role": "user", "content": prompt}]
+        elif not config.chat:
+            raise ValueError(
+                f"{config.prompt_key!r} is a list of messages: data.chat=false cannot take it"
+            )
         if messages[-1]["role"] == "assistant":
             raise ValueError(
                 "the last message is the assistant's, and the model writes the next one: remove it"
@@ -299,17 +289,16 @@ def _answer(row: dict[str, Any], key: str) -> str:
     return str(value)
 
 
-def _is_messages(prompt: Any) -> bool:
-    return (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(
-            isinstance(m, dict)
-            and isinstance(m.get("role"), str)
-            and _plain(m.get("content")) is not None
-            for m in prompt
-        )
-    )
+def _messages(prompt: Any) -> list[Message] | None:
+    """Return the messages, with texts as contents, of a list or of its JSON; None if it is none."""
+    if isinstance(prompt, str) and prompt.startswith("[{"):
+        with suppress(ValueError, RecursionError):
+            prompt = json.loads(prompt)
+    if not isinstance(prompt, list) or not all(isinstance(one, dict) for one in prompt):
+        return None
+    messages = [{**one, "content": _plain(one.get("content"))} for one in prompt]
+    usable = all(isinstance(m.get("role"), str) and m["content"] is not None for m in messages)
+    return messages if messages and usable else None
 
 
 def _plain(content: Any) -> str | None:

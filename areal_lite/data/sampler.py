@@ -28,8 +28,7 @@ number that was given to a turn with a deadline after t, or 0. The numbers s + 1
 to turns with deadlines up to t. None of these t - s turns was open at s, where it would have been
 preferred, and nor was the missed one. So t - s + 1 windows lie within s + 1 … t. But a source has
 only floor(t w_k / W) - ceil(s w_k / W) <= (t - s) w_k / W of those, which add up to at most t - s.
-
-After W turns c_k(W) is an integer less than one away from w_k, so it is w_k, and the turns repeat.
+So c_k(W) is an integer less than one away from w_k: it is w_k, and the turns repeat after W.
 """
 
 from collections import deque

@@ -7,14 +7,12 @@ calls renders the chat templates, so the text is the same.
 Invariants:
   * saved settings of truncation and padding are ignored: they would cut prompts silently;
   * nothing is downloaded, and no code of a checkpoint runs except its sandboxed chat template.
-
-A text of n characters has at least n / `characters_per_token` tokens. A text that is much too long
-for a budget is thus found without encoding it, which takes seconds for each megabyte.
 """
 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -37,9 +35,8 @@ class Tokenizer:
 
     `eos_ids` end a completion. They are those at which a server stops: of generation_config.json
     first, then of config.json and of the tokenizer. Every id that the model can sample is below
-    `vocab_size`. The chat template gets `template_kwargs`, too, and their `today` is its date
-    on every day: prompts would change overnight. Raises ValueError if the folder has no usable
-    tokenizer.
+    `vocab_size`. The chat template gets `template_kwargs`, and `today` among them as the date, on
+    any day. Raises ValueError if the folder has no usable tokenizer.
     """
 
     def __init__(
@@ -173,12 +170,10 @@ class Tokenizer:
         )
 
     def _find_today(self) -> date:
-        today = self._template_kwargs.get("today", _TODAY)
-        try:
+        today = str(self._template_kwargs.get("today", _TODAY))
+        with suppress(ValueError):
             return date.fromisoformat(today)
-        except (TypeError, ValueError):
-            key = f"data.chat_template_kwargs.today={today}"
-            raise ValueError(f"{key}: write a date as {_TODAY}") from None
+        raise ValueError(f"data.chat_template_kwargs.today={today}: write a date as {_TODAY}")
 
     def _find_chat_template(self, settings: dict[str, Any]) -> str | None:
         file = self.path / "chat_template.jinja"
@@ -236,15 +231,12 @@ def _check_rendered(
     for message in messages:
         content = message.get("content")
         said = content.strip() if isinstance(content, str) else ""
-        if message["role"] != "assistant" and said not in text:
-            if (
-                json.dumps(said)[1:-1] not in text
-                and json.dumps(said, ensure_ascii=False) not in text
-            ):
-                raise ValueError(
-                    f"the chat template leaves out a message of role {message['role']!r}:"
-                    f" {said[:100]!r}"
-                )
+        written = (said, json.dumps(said)[1:-1], json.dumps(said, ensure_ascii=False))
+        if message["role"] != "assistant" and not any(form in text for form in written):
+            raise ValueError(
+                f"the chat template leaves out a message of role {message['role']!r}:"
+                f" {said[:100]!r}"
+            )
     names = [str(tool.get("function", tool).get("name")) for tool in tools]
     if lost := [name for name in names if name not in text]:
         raise ValueError(f"the chat template leaves out the tool {lost[0]!r}: use another model")

@@ -16,8 +16,6 @@ the data set writes 50 where a person writes 50%.
 
 Time is linear in the length of the text. Only its last 10,000 characters are read, in them only the
 last 20 places, and of each place only the first 1,000 characters after its mark.
-
-The functions are pure, and nothing that the model wrote makes them raise.
 """
 
 from __future__ import annotations
@@ -115,8 +113,6 @@ class Number:
 
     def equals(self, other: Number) -> bool:
         """Return whether the numbers are equal; 50% equals both 50 and 1/2."""
-        if self.scale == other.scale:
-            return self.value == other.value
         products = self.value * self.scale, other.value * other.scale
         return products[0] == products[1] or (
             self.value == other.value and Fraction(1) in (self.scale, other.scale)

@@ -2,8 +2,7 @@ r"""Verifier of mathematics: expressions, sets, intervals and matrices.
 
 The stated result is the last `\boxed{}`, with those before it that `and`, `or` or a comma joins to
 it; without one the last `<answer>`, or the end of the completion. A later "the answer is" wins over
-a box, and after thinking (`</think>`) only what follows counts. A formula needs no dollars if it is
-all of the answer or of the last line.
+a box, and after `</think>` only what follows counts. A formula on a line of its own needs no `$`.
 
 Math-Verify parses the LaTeX and compares with sympy. It rounds to six decimals; here the rounding
 is relative for numbers below 1. What it leaves out is read before: bases (`101_2` is 5), times,
@@ -17,9 +16,6 @@ a completion beyond one of them scores 0:
 * A result is not parsed if it has more than 1,000 characters, brackets nested more than 10 deep,
   or a power or a factorial with more than a million digits.
 * The rest runs in a forked process with 3 s of processor time and 1 GiB of memory.
-
-Math-Verify's own time-outs are off. They use SIGALRM, which only the main thread can, and which
-does not interrupt a power of large integers.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ _MEMORY_BYTES = 1 << 30
 # A result must not depend on how busy the machine is. This only ends a process that sleeps.
 _WALL_CLOCK_S = 12.0
 
-# It warns once a process that its time-outs are off.
+# It warns that its time-outs are off: they need the main thread, and interrupt no large power.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _TEXT = re.compile(r"[$#]|\\boxed|\\[(\[]|[A-Za-z]{2,} [A-Za-z]{2,}")
@@ -339,10 +335,8 @@ def _compare(gold: list, result: str, percent: list[bool], sender: Connection) -
     resource.setrlimit(resource.RLIMIT_CPU, (_PROCESSOR_S, _PROCESSOR_S))
     stated = _parse(result)
     pairs = [(gold, stated)]
-    if percent == [True, False]:
-        pairs.append((_hundredths(gold), stated))
-    elif percent == [False, True]:
-        pairs.append((gold, _hundredths(stated)))
+    if percent[0] != percent[1]:
+        pairs.append((_hundredths(gold), stated) if percent[0] else (gold, _hundredths(stated)))
     digits = _decimals([*gold, *stated])
     equal = any(
         verify(*pair, float_rounding=digits, numeric_precision=digits + 9, timeout_seconds=None)

@@ -152,7 +152,7 @@ def _loads_or_is_refused(path: Path, model: Path, **settings) -> None:
     except ValueError as error:
         assert "\n" not in str(error) and "data.jsonl" in str(error)
         return
-    for index in range(len(prompts)):
+    for index in range(prompts.num_prompts or 0):
         prompt = prompts[index]
         assert prompt.tokens
         json.dumps([prompt.answer, prompt.text, prompt.messages], ensure_ascii=False).encode()

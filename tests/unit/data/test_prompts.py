@@ -66,7 +66,7 @@ def test_addition_is_unbounded_and_reproducible_with_held_out_problems(model: Pa
 
 def test_jsonl_with_and_without_chat(model: Path, tmp_path: Path) -> None:
     plain = load_prompts(jsonl(tmp_path, ROWS, chat=False), model, "train")
-    assert len(plain) == plain.num_prompts == 5
+    assert plain.num_prompts == 5
     assert (plain[2].prompt_id, plain[2].text, plain[2].answer) == (
         "data.jsonl:3",
         "What is 2 + 2?",
@@ -378,7 +378,7 @@ def test_data_sets_saved_to_disk(model: Path, tmp_path: Path) -> None:
     both = DataConfig(source="hf", path=str(tmp_path / "both"), chat=False)
     one = DataConfig(source="hf", path=str(tmp_path / "one"), chat=False)
     assert [p.text for p in load_prompts(both, model, "train")] == [row["question"] for row in ROWS]
-    assert len(load_prompts(both, model, "eval")) == 2
+    assert load_prompts(both, model, "eval").num_prompts == 2
     assert load_prompts(one, model, "train")[4].prompt_id == "train:5"
     with pytest.raises(ValueError, match="no split 'validation'"):
         load_prompts(
