@@ -43,13 +43,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from areal_lite.run_dir.reader import DamagedGroup, RunReader
-from areal_lite.run_dir.store_format import (
-    ADMISSION,
-    REMEDY,
-    StoreError,
-    checksum,
-    to_rows,
-)
+from areal_lite.run_dir.store_format import ADMISSION, REMEDY, StoreError, checksum, to_rows
 from areal_lite.trajectory import Group, GroupState
 
 # A call removes or returns about this many bytes, so that other calls do not wait for long.

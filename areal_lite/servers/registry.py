@@ -134,10 +134,11 @@ class Router:
     def update_servers(self, announced: Iterable[ServerInfo]) -> list[ServerInfo]:
         """Take over the announced servers, without processes that failed. Return the new ones."""
         current = {s.name: s for s in announced if s not in self._failed}
+        if current == self.servers:  # nearly always
+            return []
         new = [s for name, s in current.items() if self.servers.get(name) != s]
         self.servers = current
-        announced_now = set(current.values())
-        self._versions = {s: v for s, v in self._versions.items() if s in announced_now}
+        self._versions = {s: v for s, v in self._versions.items() if current.get(s.name) == s}
         return new
 
     def record_version(self, server: ServerInfo, version: int) -> None:

@@ -8,8 +8,11 @@ shard how long the step takes.
 import asyncio
 import json
 import time
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +23,7 @@ from areal_lite.controller.service import Controller
 from areal_lite.controller.sources import Dependencies, Source
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.pool import RewardPool
+from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.store import StoreThread
 from areal_lite.tools.simulate.decoding import Usage
 from areal_lite.tools.simulate.stand_ins import (
@@ -162,7 +166,9 @@ class Outcome:
 
 def simulate(config: TrainConfig, work: Workload) -> Outcome:
     """Run `config` in virtual time. Equal arguments give equal outcomes, `computed_s` excepted."""
-    return run_virtual(_simulate(_settings(config, work), work))
+    with TemporaryDirectory() as folder, closing(Ledger(Path(folder) / STORE_FILE)) as ledger:
+        ledger.begin()  # one transaction, which is never written to the disk
+        return run_virtual(_simulate(_settings(config, work), work, ledger))
 
 
 def _settings(config: TrainConfig, work: Workload) -> TrainConfig:
@@ -170,13 +176,14 @@ def _settings(config: TrainConfig, work: Workload) -> TrainConfig:
     config = deepcopy(config)
     rollout = config.rollout
     rollout.max_new_tokens = -(-rollout.max_new_tokens // work.grain)
+    config.store.max_gib = None
     # Generation does not run dry at the end of what is measured.
     ahead = work.warm_up + work.steps + config.buffer.max_staleness + 2 * config.sync.every
     config.trainer.steps = max(config.trainer.steps, ahead)
     return config
 
 
-async def _simulate(config: TrainConfig, work: Workload) -> Outcome:
+async def _simulate(config: TrainConfig, work: Workload, ledger: Ledger) -> Outcome:
     started = time.perf_counter()
     loop = asyncio.get_running_loop()
     rollout = config.rollout
@@ -190,7 +197,6 @@ async def _simulate(config: TrainConfig, work: Workload) -> Outcome:
             sharing=rollout.group_size if work.share_prompts else 1,
         ),
     )
-    ledger = Ledger()
     controller = _controller(config, work, servers, ledger)
     trainer = SimulatedTrainer(config, controller, servers, work.trainer, work.grain)
     generation = asyncio.create_task(controller.run())

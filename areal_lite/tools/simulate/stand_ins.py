@@ -17,7 +17,6 @@ servers, counts requests, and moves the requests of a server that is lost.
 
 import asyncio
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -27,6 +26,7 @@ import numpy as np
 
 from areal_lite.data.prompts import Prompt
 from areal_lite.rollout.episode import Episode, Transcript
+from areal_lite.run_dir.store import Store
 from areal_lite.servers.client import GenerationChunk, SamplingParams, ServerUnreachable
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.tools.simulate.decoding import DecodingServer, Generation, ServerSpeed, Usage
@@ -107,60 +107,27 @@ class NoLag:
         return 0.0
 
 
-class Ledger:
-    """The states of all groups, in memory, with the interface of StoreThread.
-
-    It refuses the transitions that Store refuses, and commits in no time.
-    """
-
-    def __init__(self) -> None:
-        self.states: dict[int, GroupState] = {}
+class Ledger(Store):
+    """A store of the states of groups alone, which stands in for its StoreThread, too."""
 
     def submit(
         self, method: Callable[..., Any], *args: Any, durable: bool = False
     ) -> asyncio.Future[Any]:
-        """Run the method of Store of this name, and return the future of its result."""
+        """Run the method of Store at once, and return the future of its result."""
         future = asyncio.get_running_loop().create_future()
         future.set_result(getattr(self, method.__name__)(*args))
         return future
 
-    def admit(self, group_id: int, *_: Any) -> None:
-        if group_id in self.states:
-            raise RuntimeError(f"group {group_id} was admitted twice")
-        self.states[group_id] = GroupState.IN_FLIGHT
-
     def finish(
-        self, group: Group, texts: object, reason: object, now: float, state: GroupState
+        self,
+        group: Group,
+        texts: object,
+        reason: str | None,
+        now: float,
+        state: str = GroupState.FINISHED,
     ) -> None:
-        self._move(group.group_id, (GroupState.IN_FLIGHT,), state)
-
-    def assign(self, group_ids: object, step: object) -> None:
-        """Record nothing: a simulated controller is never replaced."""
-
-    def use(self, group_ids: Sequence[int], step: object, draws: object) -> None:
-        for group_id in group_ids:
-            self._move(group_id, (GroupState.FINISHED,), GroupState.USED)
-
-    def drop(self, group_id: int, reason: str, now: float) -> None:
-        before = (GroupState.IN_FLIGHT, GroupState.FINISHED)
-        self._move(group_id, before, GroupState.DROPPED)
-
-    def set_totals(self, totals: object) -> None:
-        """Discard the totals: a simulated run is never resumed."""
-
-    def size(self, group_ids: object) -> dict[str, float]:
-        """Return no sizes, because a simulation has no file."""
-        return {}
-
-    def counts(self) -> dict[str, int]:
-        found = Counter(self.states.values())
-        return {state.value: found[state] for state in GroupState}
-
-    def _move(self, group_id: int, before: tuple[GroupState, ...], state: GroupState) -> None:
-        if self.states.get(group_id) not in before:
-            now = self.states.get(group_id, "unknown")
-            raise RuntimeError(f"group {group_id} was to become {state}, but is {now}")
-        self.states[group_id] = state
+        """Finish the group without its trajectories, which nobody reads."""
+        super().finish(replace(group, trajectories=[]), (), reason, now, state)
 
 
 @dataclass(kw_only=True)
