@@ -36,6 +36,8 @@ from areal_lite.config.files import (
     load_config,
     save_config,
     stored_settings,
+    value_of,
+    without_secrets,
 )
 from areal_lite.config.sections import (
     BufferConfig,

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from areal_lite.config.commands import find_command
 from areal_lite.config.fields import did_you_mean, keys_of
 from areal_lite.config.sections import TRUNCATED_SAMPLING, WHOLE_VOCABULARY
+from areal_lite.system.processes import visible
 
 # Groups of conf/ from which nothing is chosen by default: `+experiment=NAME`.
 ADDED_GROUPS = ("experiment", "task")
@@ -215,7 +216,7 @@ def _in_shell(text: str) -> str:
 
 def one_line(message: str) -> str:
     """Return the message on one line. A long one loses its middle."""
-    line = " ".join(message.split())
+    line = visible(" ".join(message.split()))
     half = _LONGEST // 2
     return line if len(line) <= _LONGEST else f"{line[:half]} … {line[-half:]}"
 

@@ -91,7 +91,9 @@ def weight_files(folder: Path) -> dict[str, Path]:
     if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
         raise ValueError(f"{folder / _INDEX}: weight_map is not an object of file names")
     files = {folder / file for file in named.values()} or {folder / _SINGLE}
-    found = {path for path in folder.glob("*.safetensors") if path.is_file()}
+    found = set(folder.glob("*.safetensors"))
+    if odd := [path for path in found if not path.is_file()]:
+        raise ValueError(f"{odd[0]} is not a file, and SGLang would read it: remove it")
     if not found or not (named or files <= found):
         raise ValueError(
             f"{folder}: neither {_SINGLE} nor {_INDEX}; is it a Hugging Face checkpoint folder?"
@@ -126,7 +128,9 @@ def check_weights(folder: Path) -> None:
     """
     tensors = weight_files(folder)
     config = read_json(folder / "config.json")
-    if config.get("model_type") not in MODEL_TYPES:
+    if type(kind := config.get("model_type")) is not str:
+        raise ValueError(f"{folder / 'config.json'}: model_type={kind!r:.100} is not a text")
+    if kind not in MODEL_TYPES:
         return
     for key in _SIZES:
         size = config.get(key, 1)
@@ -135,13 +139,15 @@ def check_weights(folder: Path) -> None:
                 f"{folder / 'config.json'}: {key}={size!r} is not a positive integer;"
                 " copy the checkpoint again"
             )
-    expected = set(tensor_names(config))
-    if missing := expected - tensors.keys():
-        raise ValueError(f"{folder}: no tensor {min(missing)}; copy the checkpoint again")
-    if extra := {name for name in tensors.keys() - expected if not name.endswith(_OPTIONAL)}:
+    # In their order, because there may be more names than memory holds.
+    for name in tensor_names(config):
+        if name not in tensors:
+            raise ValueError(f"{folder}: no tensor {name}; copy the checkpoint again")
+    others = tensors.keys() - set(tensor_names(config))
+    if extra := {name for name in others if not name.endswith(_OPTIONAL)}:
         raise ValueError(
             f"{tensors[min(extra)]}: {min(extra)} is no tensor of config.json's"
-            f" {config['model_type']}; copy both from the same checkpoint"
+            f" {kind}; copy both from the same checkpoint"
         )
     if config.get("tie_word_embeddings") and _HEAD in tensors:
         head, embedding = (raw_tensor(tensors[name], name) for name in (_HEAD, _EMBEDDING))
@@ -179,11 +185,12 @@ def tensor_names(config: Mapping[str, Any]) -> Iterator[str]:
     parts = ["input_layernorm", "post_attention_layernorm"]
     parts += [f"self_attn.{name}_proj" for name in "qkvo"]
     parts += [f"self_attn.{name}_norm" for name in "qk" if kind.startswith("qwen3")]
-    mlps = [f"mlp.experts.{expert}" for expert in range(experts)] or ["mlp"]
-    parts += [f"{mlp}.{name}_proj" for mlp in mlps for name in ("gate", "up", "down")]
     parts += ["mlp.gate"] if experts else []
     for layer in range(config.get("num_hidden_layers") or 0):
         yield from (f"model.layers.{layer}.{part}.weight" for part in parts)
+        for mlp in (f"mlp.experts.{number}" for number in range(experts)) if experts else ("mlp",):
+            for name in ("gate", "up", "down"):
+                yield f"model.layers.{layer}.{mlp}.{name}_proj.weight"
         if kind == "qwen2":
             yield from (f"model.layers.{layer}.self_attn.{name}_proj.bias" for name in "qkv")
 

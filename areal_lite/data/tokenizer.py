@@ -66,7 +66,7 @@ class Tokenizer:
                 self._special_tokens[key] = text
         self._variables: dict[str, Any] = {"strftime_now": self._find_today().strftime}
         self._variables |= self._special_tokens | self._template_kwargs
-        self._chat_template = self._find_chat_template(settings)
+        self.chat_template = self._find_chat_template(settings)
         self.vocab_size = self._find_vocab_size()
         self.eos_ids = self._find_eos_ids()
 
@@ -99,7 +99,7 @@ class Tokenizer:
         `tools` are JSON schemas of functions. Raises ValueError if there is no template, or if it
         refuses or leaves out what the policy should read.
         """
-        if self._chat_template is None:
+        if self.chat_template is None:
             raise ValueError(
                 f"the tokenizer in {self.path} has no chat template: set data.chat=false"
             )
@@ -110,7 +110,7 @@ class Tokenizer:
             texts, _ = render_jinja_template(
                 [list(messages)],
                 tools=list(tools) if tools else None,
-                chat_template=self._chat_template,
+                chat_template=self.chat_template,
                 add_generation_prompt=True,
                 **self._variables,
             )
@@ -144,25 +144,10 @@ class Tokenizer:
             )
         return text.partition(_ANSWER)[2]
 
-    def end_of_turn(self) -> str | None:
-        """Say what is wrong if answers end otherwise than turns of the template; None if not."""
-        stops = ", ".join(repr(self._fast.id_to_token(i)) for i in self.eos_ids)
-        if not self.eos_ids:
-            return "no token ends an answer: set eos_token_id in generation_config.json"
-        if self._chat_template is None:
-            return None
-        ids = self.encode(self.render_after_answer([]), add_special_tokens=False)
-        if not ids or ids[0] in self.eos_ids:
-            return None
-        return (
-            f"the chat template ends a turn with {self._fast.id_to_token(ids[0])!r}, and answers"
-            f" end at {stops}: add its id to eos_token_id in generation_config.json"
-        )
-
     def date_caution(self) -> str | None:
         """Say which date the chat template writes, if it writes one that nobody has chosen."""
         chosen = self._template_kwargs.keys() & {"today", "date_string"}
-        if chosen or "strftime_now" not in (self._chat_template or ""):
+        if chosen or "strftime_now" not in (self.chat_template or ""):
             return None
         return (
             f"the chat template writes the date of the day, which is {_TODAY} here, so that prompts"
@@ -256,17 +241,18 @@ def characters_per_token(settings: dict[str, Any]) -> float:
     Infinity for a tokenizer that leaves text out, or that makes one unknown token of much text.
     """
     model = settings["model"]
-    parts = [*_parts(settings["normalizer"]), *_parts(settings["pre_tokenizer"])]
+    added = settings.get("added_tokens") or ()
+    parts = [*_parts(settings.get("normalizer")), *_parts(settings.get("pre_tokenizer"))]
     byte_level = any(part["type"] == "ByteLevel" for part in parts)
     knows_all = (
         byte_level
         or model.get("byte_fallback")
         or (model.get("unk_token") is not None and not model.get("fuse_unk"))
     )
-    strips = any(token["lstrip"] or token["rstrip"] for token in settings["added_tokens"])
-    if model["type"] != "BPE" or not knows_all or strips or not all(map(_keeps_text, parts)):
+    strips = any(token["lstrip"] or token["rstrip"] for token in added)
+    if model.get("type") != "BPE" or not knows_all or strips or not all(map(_keeps_text, parts)):
         return math.inf
-    texts = [*model["vocab"], *(token["content"] for token in settings["added_tokens"])]
+    texts = [*model["vocab"], *(token["content"] for token in added)]
     return _NORMAL_FORM * max(map(len, texts))
 
 

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from areal_lite.launch.roles import (
     Role,
     RoleFailed,
     Roles,
+    RunMoved,
     place_run,
     signal_group,
     stopped_by_hand,
@@ -49,7 +50,7 @@ from areal_lite.run_dir.metrics import EventFollower, forget_after, read_metrics
 from areal_lite.run_dir.paths import LOGS_DIR, SUMMARY_FILE
 from areal_lite.system import heartbeat
 from areal_lite.system.files import append_log, write_json
-from areal_lite.system.processes import back_off_s
+from areal_lite.system.processes import back_off_s, visible
 
 CONTROLLER = "areal_lite.controller.service"
 RESTARTS_LOG = "restarts.log"
@@ -128,7 +129,7 @@ def run_locked(config: TrainConfig) -> int:
     try:
         stopped = train_and_report(config)
     except (RuntimeError, TimeoutError) as error:
-        print(f"areal-lite: {error}", file=sys.stderr)
+        print(f"areal-lite: {visible(str(error))}", file=sys.stderr)
         return 1
     print(Path(config.run_dir) / SUMMARY_FILE)
     return resume.STOPPED if stopped else 0
@@ -155,7 +156,10 @@ def train_and_report(config: TrainConfig, on_step: OnStep | None = None) -> bool
     started_at = time.time()
     try:
         train(config, run_dir, on_step)
-    except (RuntimeError, TimeoutError, KeyboardInterrupt):
+    except (RuntimeError, TimeoutError, KeyboardInterrupt) as error:
+        if isinstance(error, RunMoved):
+            run_dir = error.place
+            config = replace(config, run_dir=str(run_dir))
         with suppress(OSError):  # a full disk must not hide why the run ended
             if read_metrics(run_dir):
                 finish(config, run_dir, started_at)

@@ -11,8 +11,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from areal_lite.config import (
     ServerConfig,
     TrainConfig,
@@ -23,6 +21,7 @@ from areal_lite.config import (
     reference_folders,
     source_configs,
     stored_settings,
+    value_of,
 )
 from areal_lite.config.commands import Command
 from areal_lite.config.data import Sampled
@@ -112,7 +111,7 @@ def already_there(config: TrainConfig) -> str:
 def _same_run(config: TrainConfig, run_dir: Path) -> None:
     """Check that what a run cannot change is as in its stored configuration."""
     changed = changed_settings(config, run_dir)
-    sources = OmegaConf.select(stored_settings(run_dir), "data.sources")
+    sources = value_of(stored_settings(run_dir), "data.sources")
     if list(sources or {}) != list(config.data.sources):
         changed["data.sources"] = list(config.data.sources), list(sources or {})
     for key, (now, before) in changed.items():

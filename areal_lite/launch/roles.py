@@ -26,7 +26,7 @@ from areal_lite.run_dir.resume import start_version, stop_requested
 from areal_lite.system.gpus import divide_gpus, gpu_environment, resolve_device, visible_gpus
 from areal_lite.system.heartbeat import ENV_HEARTBEAT
 from areal_lite.system.network import free_port
-from areal_lite.system.processes import dying_with_me
+from areal_lite.system.processes import dying_with_me, visible
 
 _GRACE_S = 10.0
 _SHOWN_LINES = 20
@@ -37,12 +37,20 @@ class RoleFailed(RuntimeError):
     """A role failed for good."""
 
 
+class RunMoved(RoleFailed):
+    """Somebody has moved the run directory to `place`. Files by its old name would be another's."""
+
+    def __init__(self, run_dir: Path, place: Path):
+        super().__init__(f"run_dir={run_dir} has been moved: it is now {place}")
+        self.place = place
+
+
 class ProcessFailed(RoleFailed):
     """A process ended with an error, or hangs. The message contains the last lines of its log."""
 
     def __init__(self, role: Role, what: str):
         end = "\n".join(role.output().splitlines()[-_SHOWN_LINES:])
-        super().__init__(f"{what}; the end of {role.log}:\n{end}")
+        super().__init__(f"{what}; the end of {role.log}:\n{visible(end)}")
         self.role = role
         self.what = what
 
@@ -84,6 +92,8 @@ class Roles:
         self.run_dir = Path(run_dir)
         self.logs = self.run_dir / LOGS_DIR
         self.logs.mkdir(parents=True, exist_ok=True)
+        self._folder = os.open(self.run_dir, os.O_RDONLY | os.O_CLOEXEC)
+        self._opened = Path(f"/proc/self/fd/{self._folder}")
         self.roles: list[Role] = []
 
     def __enter__(self) -> Roles:
@@ -91,6 +101,7 @@ class Roles:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+        os.close(self._folder)
 
     def start(self, name: str, argv: list[str], env: dict[str, str] | None = None) -> Role:
         """Start the command `argv` with its output appended to logs/<name>.log."""
@@ -131,11 +142,13 @@ class Roles:
         ]
 
     def check(self) -> None:
-        """Raise ProcessFailed if a process has ended with an error.
+        """Raise ProcessFailed if a process has ended with an error, and RunMoved.
 
         Of several, the cause is the one that a signal killed, or else the first that reported an
         error. The others failed because they lost it.
         """
+        if not (self.run_dir.exists() and self.run_dir.samefile(self._opened)):
+            raise RunMoved(self.run_dir, self._opened.readlink())
         if failed := [role for role in self.roles if role.process.poll() not in (None, 0)]:
             role = min(failed, key=lambda r: (r.process.returncode > 0, r.log.stat().st_mtime))
             raise ProcessFailed(role, f"{role.name} exited with status {role.process.returncode}")

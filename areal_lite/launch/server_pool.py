@@ -59,7 +59,7 @@ from areal_lite.system.gpus import (
     visible_gpus,
 )
 from areal_lite.system.network import LOOPBACK, free_port, listen_address
-from areal_lite.system.processes import back_off_s, die_with_parent, tail
+from areal_lite.system.processes import back_off_s, die_with_parent, tail, visible
 
 LOG = "servers.log"
 _HEALTH_TIMEOUT_S = 5.0
@@ -342,7 +342,7 @@ class ServerPool:
         return f"{server.name} exited with status {code}"
 
     def _log(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        print(visible(text), file=sys.stderr, flush=True)
         append_log(self._run_dir / LOGS_DIR / LOG, text)
 
 

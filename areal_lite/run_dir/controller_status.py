@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from areal_lite.run_dir.paths import CONTROLLER_STATUS_FILE
-from areal_lite.system.files import write_atomically
+from areal_lite.system.files import read_regular, write_atomically
 
 
 class TrainerPhase(StrEnum):
@@ -55,7 +55,7 @@ def write_status(run_dir: Path, status: ControllerStatus) -> None:
 def read_status(run_dir: Path) -> ControllerStatus | None:
     """Return the status of a run; None while no controller runs, or if it cannot be read."""
     try:
-        raw = (run_dir / CONTROLLER_STATUS_FILE).read_bytes()
+        raw = read_regular(run_dir / CONTROLLER_STATUS_FILE)
         return msgspec.json.decode(raw, type=ControllerStatus)
     except (OSError, ValueError, RecursionError):
         return None

@@ -11,13 +11,14 @@ import os
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from areal_lite.config import LoggerConfig
 from areal_lite.extensions import TRACKERS, load
 from areal_lite.run_dir.paths import METRICS_FILE
-from areal_lite.system.files import sync_path, to_plain, write_atomically
+from areal_lite.system.files import open_regular, sync_path, to_plain, write_atomically
 from areal_lite.system.processes import steady_time
 
 STEP_KEYS = (
@@ -36,6 +37,9 @@ STEP_KEYS = (
     "pause_s",
 )
 """Keys that every training step reports. The trainer may add more."""
+
+_AXES = {"metrics": "step", "evals": "version"}
+_LONGEST_LINE = 1 << 28  # bytes
 
 
 class Tracker(Protocol):
@@ -105,7 +109,7 @@ def append_event(
 
 def forget_after(run_dir: Path, version: int) -> None:
     """Cut off the training steps and the evaluations after `version`, where the run resumes."""
-    for name, key in (("metrics", "step"), ("evals", "version")):
+    for name, key in _AXES.items():
         if (path := _log_file(run_dir, name)).exists():
             kept = [record for record in read_events(run_dir, name) if record[key] <= version]
             lines = [json.dumps(record, allow_nan=False) + "\n" for record in kept]
@@ -115,17 +119,22 @@ def forget_after(run_dir: Path, version: int) -> None:
 def read_events(run_dir: Path, name: str, newest: int | None = None) -> list[dict[str, Any]]:
     """Read the complete lines of `<run_dir>/<name>.jsonl`, or only the `newest` of them.
 
-    Returns [] without that file. Raises ValueError for a line that is not JSON.
+    Returns [] without that file. Raises ValueError for a line that is not a record of it.
     """
     if not (path := _log_file(run_dir, name)).exists():
         return []
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
+        lines = iter(lambda: file.readline(_LONGEST_LINE), b"")
         # After the last newline comes nothing, or an incomplete line.
-        complete = deque((line for line in file if line.endswith(b"\n")), newest)
+        complete = deque(takewhile(lambda line: line.endswith(b"\n"), lines), newest)
     try:
-        return [json.loads(line) for line in complete]
-    except ValueError as error:
+        records = [json.loads(line) for line in complete]
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} has a line that is not JSON ({error}): remove it") from error
+    axis = _AXES.get(name)
+    if not all(isinstance(r, dict) and (not axis or isinstance(r.get(axis), int)) for r in records):
+        raise ValueError(f"{path} has a line that is no object with a whole {axis}: remove it")
+    return records
 
 
 class EventFollower:

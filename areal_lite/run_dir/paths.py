@@ -1,7 +1,5 @@
 """The layout of a run directory: every file and folder name, once."""
 
-from pathlib import Path
-
 # The resolved configuration, and config-N.yaml of earlier starts.
 from areal_lite.config.files import CONFIG_FILE as CONFIG_FILE
 
@@ -34,14 +32,3 @@ SLURM_JOB_FILE = "job.sbatch"  # the Slurm job
 STOP_FILE = "stop"  # asks the run to stop after its step
 LOCK_FILE = "lock"  # held by the command that writes here
 CONTROLLER_LOCK_FILE = "controller.lock"  # held by the controller
-
-
-def existing_run(folder: str | Path) -> Path:
-    """Return the directory of a run. Raises ValueError when `folder` is none."""
-    run_dir = Path(folder)
-    if not run_dir.is_dir():
-        raise ValueError(f"{run_dir}: there is no such folder")
-    files = (CONFIG_FILE, METRICS_FILE, STORE_FILE)
-    if not any((run_dir / file).exists() for file in files):
-        raise ValueError(f"{run_dir} is not a run directory: it has no {CONFIG_FILE}")
-    return run_dir

@@ -135,38 +135,6 @@ class RunReader(StoreFile):
         ((steps,),) = self._query("SELECT max(step) + 1 FROM groups WHERE state = 'used'")
         return steps or 0
 
-    def used_groups(self, step: int) -> list[Group]:
-        """Return the groups that `step` used. Raises ValueError if their tokens are not kept."""
-        return self._groups("state = 'used' AND step = ?", step)
-
-    def drawn(self, step: int) -> list[list[list[Trajectory]]]:
-        """Return the episodes of each group that `step` drew from the replay buffer, in order.
-
-        Raises ValueError if their tokens are not kept.
-        """
-        drawn: dict[int, dict[int, list[Trajectory]]] = {}
-        for row in self._rows(
-            f"SELECT {WITH_ROUTES}, draw, position, prompt_id, state, kept_bytes "
-            f"FROM draws JOIN trajectories USING (group_id, sample_index) {TOKENS} "
-            "JOIN groups USING (group_id) WHERE draws.step = ? "
-            "ORDER BY draw, position, trace_index",
-            (step,),
-        ):
-            self._check_kept(row)
-            trajectory = self._trajectory(row, row["prompt_id"])
-            drawn.setdefault(row["draw"], {}).setdefault(row["position"], []).append(trajectory)
-        return [list(episodes.values()) for episodes in drawn.values()]
-
-    def last_step_without_tokens(self, steps: int) -> int | None:
-        """Return the last of the first `steps` steps whose tokens are not all kept, or None."""
-        ((last,),) = self._query(
-            "SELECT max(step) FROM (SELECT step, kept_bytes FROM groups WHERE state = 'used' "
-            "UNION ALL SELECT draws.step, kept_bytes FROM draws JOIN groups USING (group_id)) "
-            "WHERE kept_bytes = 0 AND step < ?",
-            (steps,),
-        )
-        return last
-
     def _groups(self, where: str, *values: Any) -> list[Group]:
         rows = self._rows(f"SELECT * FROM groups WHERE {where} ORDER BY group_id", values)
         return list(map(self._group, rows))

@@ -328,7 +328,7 @@ class StoreFile:
 
         Its run may still be going on. Raises ValueError if there is none to read.
         """
-        if self.read_only and not path.exists():
+        if self.read_only and not path.is_file():
             raise ValueError(f"{path} does not exist: give a run directory that has a {path.name}")
         self._path = path
         if not path.exists():

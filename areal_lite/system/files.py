@@ -1,22 +1,26 @@
 """Files and folders that appear complete or not at all: written beside, flushed, then renamed."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from areal_lite.system.processes import log_entry
 
 
 def write_atomically(
     path: Path, content: str | bytes, private: bool = False, durable: bool = True
 ) -> None:
-    """Replace the file `path` in one step, and make missing parent folders.
+    """Replace the file `path` in one step, and make its folder if that is missing.
 
     Only the owner can ever read a `private` file. A crash of the machine may lose a file that is
     not `durable`. Raises OSError that names `path`.
@@ -24,7 +28,7 @@ def write_atomically(
     data = content.encode() if isinstance(content, str) else content
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)  # not its parents: a run may have been moved
         # It must be a new file: not one, or a link, that another user put there.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(scratch, flags, 0o600 if private else 0o666)
@@ -44,7 +48,7 @@ def write_atomically(
 def append_log(path: Path, text: str) -> None:
     """Append a line with the present time to a log. A full disk loses it, and ends nothing."""
     with contextlib.suppress(OSError), open(path, "a") as log:
-        log.write(f"{time.strftime('%F %T')} {text}\n")
+        log.write(f"{time.strftime('%F %T')} {log_entry(text)}\n")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -52,12 +56,30 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, json.dumps(to_plain(value), indent=2, allow_nan=False) + "\n")
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read. Raises OSError for a pipe or a device, which could block for ever."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
+def read_regular(path: Path, most: int = 1 << 28) -> bytes:
+    """Read a file of at most `most` bytes. Raises OSError, also for a pipe or a device."""
+    with open_regular(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
+    return content
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Read a file with one JSON object; {} if there is none. Raises ValueError of one line."""
     if not file.is_file():
         return {}
     try:
-        value = json.loads(file.read_bytes().decode())
+        value = json.loads(read_regular(file).decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not JSON: {error}; restore the file") from None
     if not isinstance(value, dict):

@@ -1,8 +1,9 @@
-"""Child processes that do not outlive their parent, daemon threads, the environment, time."""
+"""Child processes that do not outlive their parent, their logs, the environment, time."""
 
 import ctypes
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -18,6 +19,30 @@ ENV_DIE_WITH_PARENT = "AREAL_LITE_DIE_WITH_PARENT"
 _PR_SET_PDEATHSIG = 1
 LONGEST_BACK_OFF_S = 60.0
 _START_S = time.time() - time.monotonic()
+_ODD = re.compile(r"[^ -~\n\t\xa0\u3000]")
+
+
+def visible(text: str) -> str:
+    """Return text for a terminal, with codes for what would act there, or hide.
+
+    Text of a model could write to the clipboard, move the cursor, reorder a line or smuggle tags.
+    """
+
+    def shown(match: re.Match[str]) -> str:
+        plain = match[0].isprintable() and match[0] < "\U000e0000"
+        return match[0] if plain else match[0].encode("unicode_escape").decode()
+
+    return _ODD.sub(shown, text)
+
+
+def log_entry(text: str) -> str:
+    """Return text for a log. Further lines are indented: no text can look like an entry."""
+    return visible(text).replace("\n", "\n    ")
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return log_entry(super().format(record))
 
 
 def die_with_parent() -> None:
@@ -36,15 +61,15 @@ def die_with_parent() -> None:
 def run_role(work: Callable[[Path], None], *errors: type[Exception]) -> int:
     """Do the work of a role in the run directory that argv names; return its exit status.
 
-    It logs to stderr. An error of one of `errors`, which users can mend, is one line there.
+    It logs to stderr. An error of one of `errors`, which users can mend, has no traceback there.
     """
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
         work(Path(sys.argv[1]))
-    except errors as error:
-        logging.getLogger("__main__").error("%s", error)
+    except Exception as error:
+        logging.getLogger("__main__").error("%s", error, exc_info=not isinstance(error, errors))
         return 1
     return 0
 
@@ -61,7 +86,7 @@ def tail(path: Path, lines: int = 20) -> str:
     """Return the last lines of a log file."""
     if not path.exists():
         return "(no log)"
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+    return visible("\n".join(path.read_text(errors="replace").splitlines()[-lines:]))
 
 
 def process_namespace() -> str:

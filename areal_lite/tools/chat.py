@@ -20,6 +20,7 @@ from areal_lite.data.tokenizer import Message, Tokenizer
 from areal_lite.launch.preflight import check_model, check_servers
 from areal_lite.servers.client import SamplingParams, ServerRefused
 from areal_lite.servers.fleet import Fleet
+from areal_lite.system.processes import visible
 from areal_lite.tools.commands import ChatConfig
 from areal_lite.tools.evaluate import open_fleet, with_servers
 from areal_lite.tools.export import model_of_run
@@ -114,7 +115,7 @@ async def _turn(config: ChatConfig, run_dir: Path, conversation: Conversation, l
         try:
             answer = await _answer(fleet, conversation, conversation.prompt(line))
         except ServerRefused as error:  # the conversation is longer than the model's context
-            print(f"\nareal-lite: {error}", file=sys.stderr)
+            print(f"\nareal-lite: {visible(str(error))}", file=sys.stderr)
         else:
             conversation.record(line, answer)
 
@@ -133,7 +134,7 @@ async def _answer(fleet: Fleet, conversation: Conversation, prompt: np.ndarray) 
         reason = completion.finish_reason
         # The last characters may still lack bytes, which stand in the next tokens.
         text = decode(tokens).rstrip("\N{REPLACEMENT CHARACTER}")
-        print(text.removeprefix(shown), end="", flush=True)
+        print(visible(text.removeprefix(shown)), end="", flush=True)
         shown = text
     print("" if reason == "stop" else " […]", flush=True)
     return shown

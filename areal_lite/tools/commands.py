@@ -1,12 +1,14 @@
 """The commands beside the core, each with its settings. Importing this loads none of the tools."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from omegaconf import MISSING
 
 from areal_lite.config import DataConfig, RewardConfig, RolloutConfig, ServerConfig, TrainConfig
 from areal_lite.config.commands import MODEL_HELP, RUN_DIR_HELP, SEED_HELP, Command, Mode
 from areal_lite.config.fields import MAX_COUNT, MAX_SEED, MAX_TOKENS, WEEK_S, setting
+from areal_lite.run_dir.paths import CONFIG_FILE, METRICS_FILE, STORE_FILE
 
 _RUN = "Run directory of a run that has ended or is still running."
 GPUS = ("a100", "h100", "h800", "h200", "b200")
@@ -230,3 +232,14 @@ DOCTOR = Command(
     entry="areal_lite.tools.doctor:run",
     does="check whether runs work on this machine",
 )
+
+
+def existing_run(folder: str | Path) -> Path:
+    """Return the directory of a run. Raises ValueError when `folder` is none."""
+    run_dir = Path(folder)
+    if not run_dir.is_dir():
+        raise ValueError(f"{run_dir}: there is no such folder")
+    files = (CONFIG_FILE, METRICS_FILE, STORE_FILE)
+    if not any((run_dir / file).exists() for file in files):
+        raise ValueError(f"{run_dir} is not a run directory: it has no {CONFIG_FILE}")
+    return run_dir

@@ -32,8 +32,9 @@ from areal_lite.launch.roles import Placement, place_run
 from areal_lite.megatron.architectures import check_supported
 from areal_lite.megatron.parallel import select_device, select_dtype
 from areal_lite.system.gpus import gpu_memory, resolve_device
+from areal_lite.system.processes import visible
 from areal_lite.tools import memory
-from areal_lite.tools.formatting import byte_size, counted, visible
+from areal_lite.tools.formatting import byte_size, counted
 from areal_lite.tools.memory import SIZES, SharedGpu, longest_sequence, share_gpu
 from areal_lite.tools.stored_run import stored_run
 from areal_lite.weights.push import BUCKET_BYTES, choose_transport
@@ -176,12 +177,29 @@ def _source_lines(config: TrainConfig) -> list[str]:
             long = f", {prompts.num_too_long:,} are too long" if prompts.num_too_long else ""
             lines.append(f"{name}: {where}, {counted(number, 'prompt')}{long}")
         first = first or prompts[0]
-    if data.chat and (caution := Tokenizer(config.model).end_of_turn()):
+    if data.chat and (caution := end_of_turn(Tokenizer(config.model))):
         lines.append(f"caution: {caution}")
     if first is not None:
         lines.append(f"the first one, as the model reads it: {_start_of(first.text)}")
         lines.append(f"its answer: {_start_of(first.answer)}")
     return lines
+
+
+def end_of_turn(tokenizer: Tokenizer) -> str | None:
+    """Say what is wrong if answers end otherwise than turns of the template; None if not."""
+    if not tokenizer.eos_ids:
+        return "no token ends an answer: set eos_token_id in generation_config.json"
+    if tokenizer.chat_template is None:
+        return None
+    ids = tokenizer.encode(tokenizer.render_after_answer([]), add_special_tokens=False)
+    if not ids or ids[0] in tokenizer.eos_ids:
+        return None
+    names = {number: name for name, number in tokenizer.ids.items()}
+    stops = ", ".join(repr(names.get(i)) for i in tokenizer.eos_ids)
+    return (
+        f"the chat template ends a turn with {names[ids[0]]!r}, and answers end at {stops}: add its"
+        " id to eos_token_id in generation_config.json"
+    )
 
 
 def _start_of(text: str) -> str:

@@ -25,6 +25,7 @@ from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import announced_servers, mark_unhealthy
 from areal_lite.system.files import write_json
 from areal_lite.system.gpus import divide_gpus, resolve_device, visible_gpus
+from areal_lite.system.processes import visible
 from areal_lite.tools.commands import EvalCommandConfig
 
 
@@ -69,7 +70,7 @@ def with_servers(
             for piece in work:
                 asyncio.run(_while_servers_last(piece, pool))
     except (RuntimeError, TimeoutError) as error:
-        print(f"areal-lite: {error}", file=sys.stderr)
+        print(f"areal-lite: {visible(str(error))}", file=sys.stderr)
         return 1
     return 0
 

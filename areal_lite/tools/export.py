@@ -7,14 +7,12 @@ import sys
 import warnings
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
-from areal_lite.config import stored_settings
+from areal_lite.config import stored_settings, value_of
 from areal_lite.data.model_folder import check_model_folder
-from areal_lite.run_dir.paths import CHECKPOINTS_DIR, EXPORTS_DIR, HF_DIR, existing_run
+from areal_lite.run_dir.paths import CHECKPOINTS_DIR, EXPORTS_DIR, HF_DIR
 from areal_lite.run_dir.resume import checkpoint_steps, damage, newest_whole_step
 from areal_lite.system.processes import environment
-from areal_lite.tools.commands import ExportConfig
+from areal_lite.tools.commands import ExportConfig, existing_run
 
 
 def run(config: ExportConfig) -> int:
@@ -45,7 +43,7 @@ def model_of_run(run_dir: Path) -> Path:
     step = newest_step(run_dir)
     final = run_dir / CHECKPOINTS_DIR / HF_DIR
     # A run exports its final weights before it publishes the checkpoint of its last step.
-    if final.is_dir() and OmegaConf.select(stored_settings(run_dir), "trainer.steps") == step:
+    if final.is_dir() and value_of(stored_settings(run_dir), "trainer.steps") == step:
         return final
     folder = export_folder(run_dir, step)
     return folder if folder.is_dir() else export_step(run_dir, step, folder)

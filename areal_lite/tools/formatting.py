@@ -1,10 +1,6 @@
-"""Numbers as short text, and text without control characters."""
+"""Numbers as short text."""
 
-import re
 from typing import Any
-
-# Text of a model or of a log could move the cursor or write to the clipboard.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def short(value: Any) -> str:
@@ -52,8 +48,3 @@ def percent(share: float) -> str:
 def pause(seconds: float) -> str:
     """Format the length of a pause: 142 ms, 1.5 s."""
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
-
-
-def visible(text: str) -> str:
-    """Return text without control characters: each is written as its code."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

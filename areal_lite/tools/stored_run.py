@@ -18,20 +18,54 @@ import signal
 import sys
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
-from areal_lite.config import TrainConfig, load_config, stored_settings
+from areal_lite.config import TrainConfig, load_config, stored_settings, value_of
 from areal_lite.controller import protocol
 from areal_lite.controller.batches import batch_stats, source_stats
 from areal_lite.controller.buffer import BatchAssignment, GroupQueue, drawn_batch
 from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.resume import lock_controller
-from areal_lite.run_dir.store_format import NOT_KEPT
+from areal_lite.run_dir.store_format import NOT_KEPT, TOKENS, WITH_ROUTES
 from areal_lite.system.processes import die_with_parent, run_role
-from areal_lite.trajectory import Group, GroupState
+from areal_lite.trajectory import Group, GroupState, Trajectory
 
 log = logging.getLogger(__name__)
+
+
+class StoredBatches(RunReader):
+    """The store of a run, with the batches of its steps."""
+
+    def used_groups(self, step: int) -> list[Group]:
+        """Return the groups that `step` used. Raises ValueError if their tokens are not kept."""
+        return self._groups("state = 'used' AND step = ?", step)
+
+    def drawn(self, step: int) -> list[list[list[Trajectory]]]:
+        """Return the episodes of each group that `step` drew from the replay buffer, in order.
+
+        Raises ValueError if their tokens are not kept.
+        """
+        drawn: dict[int, dict[int, list[Trajectory]]] = {}
+        for row in self._rows(
+            f"SELECT {WITH_ROUTES}, draw, position, prompt_id, state, kept_bytes "
+            f"FROM draws JOIN trajectories USING (group_id, sample_index) {TOKENS} "
+            "JOIN groups USING (group_id) WHERE draws.step = ? "
+            "ORDER BY draw, position, trace_index",
+            (step,),
+        ):
+            self._check_kept(row)
+            trajectory = self._trajectory(row, row["prompt_id"])
+            drawn.setdefault(row["draw"], {}).setdefault(row["position"], []).append(trajectory)
+        return [list(episodes.values()) for episodes in drawn.values()]
+
+    def last_step_without_tokens(self, steps: int) -> int | None:
+        """Return the last of the first `steps` steps whose tokens are not all kept, or None."""
+        ((last,),) = self._query(
+            "SELECT max(step) FROM (SELECT step, kept_bytes FROM groups WHERE state = 'used' "
+            "UNION ALL SELECT draws.step, kept_bytes FROM draws JOIN groups USING (group_id)) "
+            "WHERE kept_bytes = 0 AND step < ?",
+            (steps,),
+        )
+        return last
 
 
 def stored_max_staleness(run_dir: Path) -> int | None:
@@ -45,8 +79,8 @@ def stored_max_staleness(run_dir: Path) -> int | None:
             f"and {STORE_FILE}"
         )
     config = stored_settings(run_dir)
-    replays = OmegaConf.select(config, "buffer.replay.capacity")
-    return None if replays else OmegaConf.select(config, "buffer.max_staleness")
+    replays = value_of(config, "buffer.replay.capacity")
+    return None if replays else value_of(config, "buffer.max_staleness")
 
 
 def stored_run(config: TrainConfig) -> Path:
@@ -63,7 +97,7 @@ def check_stored_run(config: TrainConfig) -> None:
     """
     run_dir = stored_run(config)
     stored_max_staleness(run_dir)
-    store = RunReader(run_dir / STORE_FILE)
+    store = StoredBatches(run_dir / STORE_FILE)
     last = store.last_step_without_tokens(config.trainer.steps)
     store.close()
     if last is not None:
@@ -79,11 +113,11 @@ class StoredRunController:
     def __init__(self, config: TrainConfig):
         self._config = config
         self._run_dir = stored_run(config)
-        self._store = RunReader(self._run_dir / STORE_FILE)
+        self._store = StoredBatches(self._run_dir / STORE_FILE)
         self._trained = self._store.counts()[GroupState.USED] > 0
         self._max_staleness = stored_max_staleness(self._run_dir) if self._trained else None
         stored = stored_settings(self._run_dir)
-        self._source_names = list(OmegaConf.select(stored, "data.sources") or {})
+        self._source_names = list(value_of(stored, "data.sources") or {})
         self._finished = (group for group, _ in self._store.finished_groups())
         # The batch that was assigned last, and its step.
         self._step = -1

@@ -16,7 +16,7 @@ import sys
 import time
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from areal_lite.config import TrainConfig, load_config
+from areal_lite.config import TrainConfig, load_config, without_secrets
 from areal_lite.controller.protocol import ControllerClient
 from areal_lite.megatron.checkpoint import Checkpoints
 from areal_lite.megatron.parallel import data_parallel_rank, on_every_rank, shutdown
@@ -353,8 +353,7 @@ class Reporter:
         self._run_dir = run_dir
         self._controller = controller
         forget_after(run_dir, start)
-        public = replace(config, server=replace(config.server, api_key=None))
-        self._metrics = MetricsLog(run_dir, config.logger, asdict(public))
+        self._metrics = MetricsLog(run_dir, config.logger, without_secrets(asdict(config)))
         self.agreement = LogprobAgreement(run_dir, config)
         self._compared: dict[str, float | None] = {}
         self._last_log = steady_time()

@@ -189,7 +189,7 @@ def test_values_as_deep_as_the_decoder_takes(tmp_path) -> None:
 
 def test_a_template_that_fails_costs_its_episode_only(tmp_path) -> None:
     async def test(server, agent: Agent, conversations) -> None:
-        conversations.episode.tokenizer._chat_template = "{{ 1 // 0 }}"
+        conversations.episode.tokenizer.chat_template = "{{ 1 // 0 }}"
         status, text = await agent.post(json.dumps(chat()))
         assert status == 400 and "ZeroDivisionError" in text
 

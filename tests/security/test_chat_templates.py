@@ -53,7 +53,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 
 def check(tokenizer: Tokenizer, template: str) -> None:
-    tokenizer._chat_template = template
+    tokenizer.chat_template = template
     started = time.process_time()
     try:
         assert isinstance(tokenizer.render(MESSAGES), str)
@@ -81,6 +81,6 @@ def test_a_template_reaches_nothing_outside(tokenizer: Tokenizer, tmp_path: Path
     reach = "cycler.__init__.__globals__.os.system('touch " + str(witness) + "')"
     for code in (reach, f"messages.__class__.__base__.__subclasses__() or {reach}"):
         with pytest.raises(ValueError, match="refuses these messages: (Security|Undefined)Error"):
-            tokenizer._chat_template = "{{ " + code + " }}"
+            tokenizer.chat_template = "{{ " + code + " }}"
             tokenizer.render(MESSAGES)
     assert not witness.exists()

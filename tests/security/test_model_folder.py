@@ -1,8 +1,11 @@
 """A damaged checkpoint folder is refused in one line with the file, before anything starts."""
 
 import json
+import math
+import os
 import random
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from areal_lite.data.model_folder import MODEL_TYPES, check_model_folder
+from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart import make_model
 from areal_lite.quickstart.command import MakeModelConfig
 
@@ -212,3 +216,49 @@ def test_mutated_files_pass_or_are_refused(seed: int, made: Path, tmp_path: Path
             check_model_folder(model)
         except ValueError as error:
             assert str(model) in str(error) and "\n" not in str(error), file
+
+
+def test_what_is_no_file_is_refused_and_not_opened(model: Path) -> None:
+    """A pipe blocks for ever whoever opens it, and SGLang reads all that ends in .safetensors."""
+    os.mkfifo(model / "extra.safetensors")
+    assert "extra.safetensors is not a file" in refusal(model)
+    (model / "extra.safetensors").unlink()
+    (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors")
+    assert "model.safetensors is not a file" in refusal(model)
+
+
+@pytest.mark.parametrize("kind", [["qwen3"], None, 3, {"a": 1}])
+def test_a_model_type_is_a_text(kind: object, model: Path) -> None:
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"model_type": kind}))
+    assert "config.json: model_type=" in refusal(model)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key"), [("qwen3", "num_hidden_layers"), ("qwen3_moe", "num_experts")]
+)
+def test_sizes_that_no_memory_holds(architecture: str, key: str, tmp_path: Path) -> None:
+    model = make(tmp_path / "model", architecture)
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {key: 10**12}))
+    began = time.monotonic()
+    assert "no tensor model.layers." in refusal(model)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("key", ["normalizer", "pre_tokenizer", "added_tokens"])
+def test_an_older_tokenizer_lacks_what_it_does_not_use(key: str, model: Path) -> None:
+    settings = json.loads((model / "tokenizer.json").read_text())
+    bound = Tokenizer(model).characters_per_token
+    del settings[key]
+    (model / "tokenizer.json").write_text(json.dumps(settings))
+    check_model_folder(model)
+    assert Tokenizer(model).characters_per_token <= bound
+
+
+def test_a_tokenizer_whose_model_has_no_name_has_no_bound(model: Path) -> None:
+    settings = json.loads((model / "tokenizer.json").read_text())
+    del settings["model"]["type"]
+    (model / "tokenizer.json").write_text(json.dumps(settings))
+    assert Tokenizer(model).characters_per_token == math.inf

@@ -16,6 +16,7 @@ import pytest
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store import Store
 from areal_lite.run_dir.store_format import checksum, pack_logprobs, to_rows
+from areal_lite.tools.stored_run import StoredBatches
 from areal_lite.trajectory import Group, Trajectory
 
 NUM_GROUPS = 12
@@ -235,7 +236,7 @@ def test_the_batches_of_a_stored_run_are_checked(good, tmp_path):
     with sqlite3.connect(path) as db:
         db.execute("UPDATE sequences SET logprobs = zeroblob(80) WHERE group_id = 1")
     db.close()
-    store = RunReader(path)
+    store = StoredBatches(path)
     with pytest.raises(ValueError, match="s.sqlite: trajectory 1/0 is damaged.*restore the file"):
         store.used_groups(0)
     store.close()

@@ -34,6 +34,7 @@ import sysconfig
 import tempfile
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from areal_lite.rewards.sandbox import confine
 from areal_lite.rewards.sandbox.system_calls import CALLS, number_of
 
 _START_TIMEOUT_S = 30.0
+_PREFIX = "areal-lite-sandbox-"
 _PACKAGES = str(Path(__file__).parents[3])
 # The interpreter is isolated: it does not know our package.
 _PROGRAM = """
@@ -170,9 +172,10 @@ async def run_python(code: str, stdin: str = "", limits: Limits = _DEFAULT) -> O
 
     The program dies with the calling thread.
     """
+    await asyncio.to_thread(_remove_abandoned)
     channel, theirs = socket.socketpair()
     with channel, theirs:
-        scratch = Path(tempfile.mkdtemp(prefix="areal-lite-sandbox-"))
+        scratch, lock = _make_scratch()
         try:
             (scratch / "program.py").write_bytes(code.encode(errors="replace"))
             process = await _start(scratch, limits, theirs)
@@ -186,6 +189,29 @@ async def run_python(code: str, stdin: str = "", limits: Limits = _DEFAULT) -> O
                 await _end(process)
         finally:
             await asyncio.to_thread(remove_folder, scratch)
+            os.close(lock)
+
+
+def _make_scratch() -> tuple[Path, int]:
+    """Make a folder, and return it with the lock on it, which this process holds while it lives."""
+    unlocked = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))
+    lock = os.open(unlocked, os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return unlocked.rename(unlocked.with_name(unlocked.name[1:])), lock
+
+
+@cache
+def _remove_abandoned() -> None:
+    """Remove the scratch folders of this user's processes that were killed. It is done once."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # it is another user's, locked, or gone
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(lock).st_uid == os.getuid():
+                    remove_folder(folder)
+            finally:
+                os.close(lock)
 
 
 async def _start(

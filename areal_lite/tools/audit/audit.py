@@ -38,7 +38,6 @@ from areal_lite.run_dir.paths import (
     PROXIMAL_FILE,
     SUMMARY_FILE,
     TOTALS_FILE,
-    existing_run,
 )
 from areal_lite.run_dir.resume import damage
 from areal_lite.tools.audit.records import Check, Records, open_records
@@ -50,7 +49,7 @@ from areal_lite.tools.audit.store import (
     check_rows,
     check_use,
 )
-from areal_lite.tools.commands import AuditConfig
+from areal_lite.tools.commands import AuditConfig, existing_run
 from areal_lite.tools.formatting import counted
 from areal_lite.tools.store_columns import Chunk, ColumnReader, Groups
 from areal_lite.trajectory import GroupState

@@ -12,17 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from areal_lite.config.files import CONFIG_FILE
+from areal_lite.config.files import CONFIG_FILE, stored_settings
 from areal_lite.run_dir.metrics import read_events, read_metrics
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, STORE_FILE, SUMMARY_FILE, TOTALS_FILE
 from areal_lite.run_dir.resume import checkpoint_steps, is_locked
 from areal_lite.system.files import read_json
 from areal_lite.tools.store_columns import ColumnReader
-
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
 
 Settings = dict[str, Any]
 """The settings of one start that the audit needs, by their keys."""
@@ -43,18 +38,15 @@ def settings_of_starts(run_dir: Path) -> list[Settings]:
         raise ValueError(f"run_dir={run_dir} is not the directory of a training run: give one")
     earlier = len(list(run_dir.glob("config-*.yaml")))
     names = [*(f"config-{number}.yaml" for number in range(1, earlier + 1)), CONFIG_FILE]
-    return [_read(run_dir / name) for name in names]
+    return [_read(run_dir, name) for name in names]
 
 
-def _read(path: Path) -> Settings:
+def _read(run_dir: Path, name: str) -> Settings:
+    stored = stored_settings(run_dir, name)
     try:
-        stored = yaml.load(path.read_bytes(), _Loader)
         return {key: _select(stored, key) for key in _KEYS}
-    except (OSError, yaml.YAMLError, UnicodeError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path} cannot be read: {reason}; mend it") from error
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} lacks {error}: no training run wrote it") from error
+    except KeyError as error:
+        raise ValueError(f"{run_dir / name} lacks {error}: no training run wrote it") from error
 
 
 def _select(stored: Any, key: str) -> Any:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from areal_lite.config.help import show
-from areal_lite.run_dir.paths import existing_run
 from areal_lite.run_dir.store_format import NOT_KEPT
-from areal_lite.tools.commands import DiagnoseConfig
+from areal_lite.tools.commands import DiagnoseConfig, existing_run
 from areal_lite.tools.diagnose import failures, learning, speed
 from areal_lite.tools.diagnose.history import Advice, History, Severity, Sign, limit, read_history
 

@@ -23,7 +23,7 @@ from areal_lite.tools.report.run_data import Columns, read_columns
 _LOG_LINES = 400
 # A server's own log (server-N.log) can be gigabytes.
 _LOGS = ("controller", "trainer", "servers.", "restarts.")
-_ERROR = re.compile(r" ERROR |^\w*(?:Error|Exception)\b")
+_ERROR = re.compile(r" ERROR |^\s*\w*(?:Error|Exception)\b")
 _NO = np.empty(0)
 
 

@@ -6,6 +6,9 @@ import hashlib
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,11 +22,10 @@ from areal_lite.run_dir.paths import (
     STORE_FILE,
     SUMMARY_FILE,
     TRACE_FILE,
-    existing_run,
 )
 from areal_lite.system.files import write_atomically
 from areal_lite.system.network import LOOPBACK
-from areal_lite.tools.commands import ReportConfig
+from areal_lite.tools.commands import ReportConfig, existing_run
 from areal_lite.tools.report.page import compare_page, run_page, write_page
 from areal_lite.tools.report.rollouts import show_matching
 from areal_lite.tools.report.timeline import write_trace
@@ -41,6 +43,21 @@ _HEADERS = {
 }
 
 
+@contextmanager
+def _no_traceback() -> Iterator[None]:
+    """Say in one line that a folder has no records of a run. Raises ValueError."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError) as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(frame.filename).name}:{frame.lineno}"
+        raise ValueError(
+            f"the records are damaged, or no run wrote them ({type(error).__name__}: {error}, at "
+            f"{place}): restore them from a copy"
+        ) from error
+
+
+@_no_traceback()
 def report(config: ReportConfig) -> int:
     """Write report.html and report.png of a run, or one page that compares several."""
     if len(config.runs) > 1:
@@ -57,6 +74,7 @@ def report(config: ReportConfig) -> int:
     return 0
 
 
+@_no_traceback()
 def inspect(config: ReportConfig) -> int:
     """Print trajectories."""
     console = Console(highlight=False, soft_wrap=True)
@@ -65,6 +83,7 @@ def inspect(config: ReportConfig) -> int:
     return 0
 
 
+@_no_traceback()
 def trace(config: ReportConfig) -> int:
     """Write the trace of a run."""
     run_dir = _only_run(config)

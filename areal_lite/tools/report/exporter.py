@@ -28,19 +28,22 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from omegaconf import DictConfig, OmegaConf
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from areal_lite.config import stored_settings, value_of
 from areal_lite.run_dir.paths import CONFIG_FILE, SUMMARY_FILE
 from areal_lite.servers.registry import announced_servers, announcements
+from areal_lite.system.files import open_regular
 from areal_lite.system.network import LOOPBACK, NODE, listen_address
+from areal_lite.system.processes import visible
 from areal_lite.tools.metric_table import MEANINGS
 
 _MAX_CONNECTIONS = 32
 _MAX_CONNECTION_S = 10.0
 _TAIL_BYTES = 8192  # read at once from the end of a log: a few lines
+_LONGEST_LINE = 1 << 24  # bytes
 FACTS = {
     "seconds_since_step": "seconds since the newest training step was logged",
     "steps_planned": "trainer.steps",
@@ -113,7 +116,7 @@ def newest_event(run_dir: Path, name: str) -> dict[str, Any]:
     Only the end of the file is read. Raises ValueError if the line has no object.
     """
     try:
-        file = open(run_dir / f"{name}.jsonl", "rb")
+        file = open_regular(run_dir / f"{name}.jsonl")
     except FileNotFoundError:
         return {}
     with file:
@@ -122,6 +125,8 @@ def newest_event(run_dir: Path, name: str) -> dict[str, Any]:
         # that is incomplete.
         lines: list[bytes] = []
         while len(lines) < 3 and start > 0:
+            if end - start > _LONGEST_LINE:
+                raise ValueError(f"the newest line of {name}.jsonl is too long")
             start = max(0, 2 * start - end - _TAIL_BYTES)
             file.seek(start)
             lines = file.read(end - start).split(b"\n")
@@ -133,12 +138,12 @@ def newest_event(run_dir: Path, name: str) -> dict[str, Any]:
 
 def _settings(run_dir: Path) -> dict[str, Any]:
     """Return the settings that the exporter uses, None where they are not set."""
-    path = run_dir / CONFIG_FILE
-    config = OmegaConf.load(path) if path.exists() else OmegaConf.create()
-    if not isinstance(config, DictConfig):
-        raise ValueError(f"{CONFIG_FILE} is not a mapping")
-    keys = ("trainer.steps", "server.args.enable_metrics")
-    return {key: OmegaConf.select(config, key) for key in keys}
+    config = stored_settings(run_dir) if (run_dir / CONFIG_FILE).exists() else {}
+    keys = {"trainer.steps": int, "server.args.enable_metrics": bool}
+    found = {key: value_of(config, key) for key in keys}
+    if wrong := [key for key in keys if not isinstance(found[key], keys[key] | None)]:
+        raise ValueError(f"{CONFIG_FILE}: {wrong[0]} is of another kind")
+    return found
 
 
 def _readable(run_dir: Path, read: Callable[[Path], T]) -> T | None:
@@ -152,7 +157,7 @@ def _readable(run_dir: Path, read: Callable[[Path], T]) -> T | None:
 
 @lru_cache(maxsize=1024)
 def _log_once(run_dir: Path, error: str) -> None:
-    print(f"{_printable(str(run_dir))}: left out: {_printable(error)}", file=sys.stderr)
+    print(visible(f"{run_dir}: left out: {error}"), file=sys.stderr)
 
 
 def _printable(text: str) -> str:

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
-from omegaconf import OmegaConf
 
 from areal_lite.config.files import flat
 from areal_lite.run_dir.metrics import read_events
@@ -124,7 +124,7 @@ def run_page(run_dir: Path, follow: bool = False) -> str:
         timeline=bool(windows),
         rollouts=rollouts if len(run.columns) else "",
         tables=[_table("final", "Final numbers", fact_rows(facts)), _step_table(run)],
-        config=OmegaConf.to_yaml(OmegaConf.create(run.config)) if run.config else "",
+        config=yaml.safe_dump(run.config, sort_keys=False) if run.config else "",
         follow="1" if follow else "",
     )
 

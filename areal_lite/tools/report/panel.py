@@ -44,7 +44,8 @@ from rich.text import Text
 
 from areal_lite.config import TrainConfig
 from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase
-from areal_lite.tools.formatting import duration, pause, short, visible
+from areal_lite.system.processes import visible
+from areal_lite.tools.formatting import duration, pause, short
 from areal_lite.tools.report.run_data import source_names
 from areal_lite.tools.report.summary import off_policy_label
 

@@ -20,8 +20,9 @@ from rich.text import Text
 from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store_format import NOT_KEPT
+from areal_lite.system.processes import visible
 from areal_lite.tools.commands import ReportConfig
-from areal_lite.tools.formatting import short, visible
+from areal_lite.tools.formatting import short
 from areal_lite.tools.report.run_data import Columns, read_run_config
 from areal_lite.trajectory import trace_name
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -10,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import OmegaConf
 
-from areal_lite.config import stored_settings
+from areal_lite.config import stored_settings, value_of, without_secrets
 from areal_lite.run_dir.metrics import read_events, read_metrics
-from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE, SUMMARY_FILE, existing_run
+from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE, SUMMARY_FILE
+from areal_lite.tools.commands import existing_run
 from areal_lite.tools.store_columns import ColumnReader, Groups, to_chunk, to_groups
 from areal_lite.trajectory import GroupState, trace_name
 
@@ -24,9 +23,6 @@ Metrics = Sequence[Mapping[str, Any]]
 # The columns that a chunk of the store and Columns share.
 _NAMES = ("group", "sample", "trace", "reward", "truncated", "prompt", "tokens")
 _NAMES += ("oldest", "newest", "started", "finished", "server")
-# The values of these keys are never shown.
-_BOUND = "buffer.max_staleness"
-_SECRET = re.compile(r"(api_)?key|token|password|secret", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,22 +43,16 @@ class RunData:
     @property
     def staleness_bound(self) -> int | None:
         """Return the largest staleness of a trained token; None for a run with replay."""
-        return None if self._setting("buffer.replay.capacity") else self._setting(_BOUND)
+        replays = value_of(self.config, "buffer.replay.capacity")
+        return None if replays else value_of(self.config, "buffer.max_staleness")
 
     @property
     def batch_groups(self) -> int:
-        return self._setting("trainer.batch_groups") or 1
+        return value_of(self.config, "trainer.batch_groups") or 1
 
     @property
     def steps_planned(self) -> int | None:
-        return self._setting("trainer.steps")
-
-    def _setting(self, key: str) -> Any:
-        """Return a setting; None where the configuration, of any command, lacks it."""
-        value: Any = self.config
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        return value
+        return value_of(self.config, "trainer.steps")
 
 
 def load_run(run_dir: Path) -> RunData:
@@ -85,24 +75,13 @@ def read_run(run_dir: Path) -> RunData:
 
 
 def read_run_config(run_dir: Path) -> dict[str, Any]:
-    """Return the configuration of a run without keys and tokens; {} without a config.yaml.
+    """Return the configuration of a run without secrets; {} without a config.yaml.
 
     Raises ValueError for a damaged one.
     """
     if not (run_dir / CONFIG_FILE).exists():
         return {}
-    return _public(OmegaConf.to_container(stored_settings(run_dir), resolve=False))
-
-
-def _public(node: Any) -> Any:
-    """Return the configuration without keys and tokens."""
-    if isinstance(node, Mapping):
-        return {
-            str(key): _public(value)
-            for key, value in node.items()
-            if not (_SECRET.fullmatch(str(key)) and value is not None)
-        }
-    return [_public(value) for value in node] if isinstance(node, list) else node
+    return without_secrets(stored_settings(run_dir))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from areal_lite.config import ReplayConfig
 from areal_lite.controller.batches import diversity
 from areal_lite.controller.buffer import ReplayBuffer, drawn_batch
 from areal_lite.run_dir.store import Store
+from areal_lite.tools.stored_run import StoredBatches
 from areal_lite.trajectory import Group, Trajectory
 
 
@@ -187,14 +188,15 @@ def test_drawing_is_a_function_of_seed_version_and_content(tmp_path) -> None:
             replay.put(groups[number])
     first = replay.take(2, 0, 1)
     store.use(first.group_ids, 0, first.draws)
-    assert [traces[0].group_id for episodes in store.drawn(0) for traces in episodes] == [
+    stored = StoredBatches(store._path)
+    assert [traces[0].group_id for episodes in stored.drawn(0) for traces in episodes] == [
         group_id for members in first.draws for group_id, _ in members
     ]
     rebuilt = buffer(recency_probability=0.5)
     for g, used in store.finished_groups():
         rebuilt.put(g, used)
     assert held(rebuilt) == held(replay) and list(held(rebuilt)) == list(held(replay))
-    assert store.drawn(1) == [], "of a step that drew nothing"
+    assert stored.drawn(1) == [], "of a step that drew nothing"
     for version in range(1, 5):
         one, other = replay.take(2, version, 1), rebuilt.take(2, version, 1)
         assert [bytes(f) for f in one.shards[0].to_frames()] == [
@@ -202,13 +204,13 @@ def test_drawing_is_a_function_of_seed_version_and_content(tmp_path) -> None:
         ]
         assert one.group_ids == other.group_ids and not set(first.group_ids) & set(one.group_ids)
         store.use(one.group_ids, version, one.draws)
-        again = drawn_batch(store.drawn(version), version, 1)
+        again = drawn_batch(stored.drawn(version), version, 1)
         assert [bytes(f) for f in one.shards[0].to_frames()] == [
             bytes(f) for f in again.shards[0].to_frames()
         ], "a stored batch is the same bytes"
-    assert [g.group_id for g in store.used_groups(step=0)] == first.group_ids
+    assert [g.group_id for g in stored.used_groups(step=0)] == first.group_ids
     store.recover(3, 20.0)
-    assert store.drawn(2) and store.drawn(3) == [], "a resume forgets the draws of lost steps"
+    assert stored.drawn(2) and stored.drawn(3) == [], "a resume forgets the draws of lost steps"
     store.close()
 
 

@@ -16,6 +16,7 @@ from areal_lite.data.prompts import hf_rows, load_prompts, prompt_source
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart import addition
 from areal_lite.quickstart.make_model import build_char_tokenizer
+from areal_lite.tools.dry_run import end_of_turn
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n"
@@ -165,7 +166,7 @@ FUNCTION = {"type": "function", "function": {"name": "add", "parameters": {}}}
 
 def templated(model: Path, template: str, **variables) -> Tokenizer:
     tokenizer = Tokenizer(model, variables)
-    tokenizer._chat_template = template
+    tokenizer.chat_template = template
     return tokenizer
 
 
@@ -236,11 +237,11 @@ def test_a_template_that_writes_the_date_is_a_caution(
 
 
 def test_the_end_of_a_turn_is_an_end_of_answers(model: Path) -> None:
-    assert templated(model, SIMPLE).end_of_turn() is None
+    assert end_of_turn(templated(model, SIMPLE)) is None
     other = templated(model, SIMPLE.replace("<eos>", "!"))
-    assert "ends a turn with '!', and answers end at '<eos>'" in (other.end_of_turn() or "")
+    assert "ends a turn with '!', and answers end at '<eos>'" in (end_of_turn(other) or "")
     other.eos_ids = ()
-    assert "no token ends an answer" in (other.end_of_turn() or "")
+    assert "no token ends an answer" in (end_of_turn(other) or "")
 
 
 def test_too_long_prompts_are_left_out_and_counted(model: Path, tmp_path: Path, caplog) -> None:

@@ -15,6 +15,7 @@ from areal_lite.launch.local import RESTARTS_LOG as LOG
 from areal_lite.launch.local import Restarts
 from areal_lite.launch.roles import ProcessFailed, RoleFailed, Roles
 from areal_lite.run_dir.resume import TRAINER_RUNS, write_manifest
+from areal_lite.system.processes import log_entry
 
 STEPS = 9
 
@@ -89,7 +90,7 @@ def test_the_first_error_is_the_one_that_the_user_sees(tmp_path, slept) -> None:
     assert "KeyError: 'the cause'" in str(ended.value)
     assert "The last failure after it: trainer exited with status 1" in str(ended.value)
     assert last.startswith("The run ends: no step was completed before this error")
-    assert str(ended.value) in (tmp_path / "logs" / LOG).read_text()
+    assert log_entry(str(ended.value)) in (tmp_path / "logs" / LOG).read_text()
 
 
 def test_an_error_that_comes_back_ends_the_run(tmp_path, slept) -> None:

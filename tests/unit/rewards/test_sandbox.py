@@ -14,7 +14,13 @@ import uvloop
 
 from areal_lite.rewards.pool import RewardPool
 from areal_lite.rewards.program import program_reward
-from areal_lite.rewards.sandbox.run import Limits, Outcome, SandboxError, run_python
+from areal_lite.rewards.sandbox.run import (
+    Limits,
+    Outcome,
+    SandboxError,
+    _remove_abandoned,
+    run_python,
+)
 from tests.processes import running
 
 HARMLESS = [
@@ -80,7 +86,8 @@ def scratch_folders() -> set[Path]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left():
+def nothing_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # that of no other process
     before = set(psutil.Process().children(recursive=True)), scratch_folders()
     yield
     assert (set(psutil.Process().children(recursive=True)), scratch_folders()) == before
@@ -138,12 +145,12 @@ def test_a_program_dies_with_the_process_that_started_it(tmp_path: Path) -> None
         "import asyncio\nfrom areal_lite.rewards.sandbox.run import *\n"
         "asyncio.run(run_python('import time; time.sleep(60)', limits=Limits(time_s=60)))"
     )
-    owner = subprocess.Popen(
-        [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}
-    )
+    place = tmp_path / "owner"
+    place.mkdir()
+    owner = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(place)})
     try:
         while not (children := psutil.Process(owner.pid).children()) or not list(
-            tmp_path.glob("*/program.py")
+            place.glob("*/program.py")
         ):
             time.sleep(0.01)
         time.sleep(0.1)
@@ -152,6 +159,37 @@ def test_a_program_dies_with_the_process_that_started_it(tmp_path: Path) -> None
         owner.wait()
     psutil.wait_procs(children, timeout=10)
     assert running(child.pid for child in children) == []
+
+
+def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    code = (
+        "import asyncio\nfrom areal_lite.rewards.sandbox.run import *\n"
+        'program = \'open("large", "wb").write(bytes(1 << 20)); import time; time.sleep(60)\'\n'
+        "asyncio.run(run_python(program, limits=Limits(time_s=60)))"
+    )
+    command, place = [sys.executable, "-c", code], os.environ | {"TMPDIR": str(tmp_path)}
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "file").touch()
+    (tmp_path / "areal-lite-sandbox-link").symlink_to(victim)
+    owners = [subprocess.Popen(command, env=place) for _ in range(2)]
+    try:
+        while len(found := list(tmp_path.glob("*/large"))) < 2:
+            time.sleep(0.01)
+        owners[0].kill()
+        owners[0].wait()
+        assert len([file for file in found if file.exists()]) == 2
+        _remove_abandoned.__wrapped__()
+        assert len([file for file in found if file.exists()]) == 1, "the other process lives"
+    finally:
+        for owner in owners:
+            owner.kill()
+            owner.wait()
+    _remove_abandoned.cache_clear()
+    assert sandboxed("print(1)").ok, "a program makes room before it starts"
+    assert not [file for file in found if file.parent.exists()]
+    assert (victim / "file").exists()
+    (tmp_path / "areal-lite-sandbox-link").unlink()
 
 
 ADD = "def add(a, b):\n    return a + b\n"

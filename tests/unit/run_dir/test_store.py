@@ -14,6 +14,7 @@ import pytest
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store import Store, StoreThread
 from areal_lite.run_dir.store_format import StoreError, to_rows
+from areal_lite.tools.stored_run import StoredBatches
 from areal_lite.trajectory import Group, GroupState, Trajectory
 
 
@@ -140,11 +141,11 @@ def test_the_traces_of_an_episode(store: Store) -> None:
     assert list(store.rewards()) == [(7, [0.5, 0.5], 1)]
     assert store.failures()["failed_rollouts"] == 1 and store.missing_trajectories() == 0
     store.use([2], 0, draws=[[(2, 2), (2, 0)]])
-    ((second, first),) = store.drawn(0)
+    ((second, first),) = StoredBatches(store._path).drawn(0)
     assert [t.name for t in [*second, *first]] == ["2/2", "2/0", "2/0.1", "2/0.2"]
     store._db.execute("UPDATE trajectories SET trace_index = 9 WHERE trace_index = 1")
     with pytest.raises(ValueError, match="trajectory 2/0.9 is damaged"):
-        store.used_groups(0)
+        StoredBatches(store._path).used_groups(0)
 
 
 def test_states(store: Store) -> None:

@@ -10,6 +10,7 @@ from areal_lite.run_dir import store as store_bound
 from areal_lite.run_dir.paths import CHECKPOINT_MARKER, CHECKPOINTS_DIR
 from areal_lite.run_dir.resume import needed_since
 from areal_lite.run_dir.store import Store
+from areal_lite.tools.stored_run import StoredBatches
 from areal_lite.trajectory import Group, GroupState, Trajectory
 
 LENGTH = 400
@@ -84,11 +85,12 @@ def test_what_a_resume_needs_is_never_removed(store: Store) -> None:
     trim(store, 1, since=4)
     assert with_tokens(store) == [4, 5, 6]
     assert [g.group_id for g in store.waiting_groups()] == [6]
-    assert [g.group_id for g in store.used_groups(4)] == [4]
+    stored = StoredBatches(store._path)
+    assert [g.group_id for g in stored.used_groups(4)] == [4]
     with pytest.raises(ValueError, match=r"group 3: tokens not kept \(store.max_gib\)"):
-        store.used_groups(3)
+        stored.used_groups(3)
     assert [g.group_id for g, _ in store.finished_groups()] == [4, 5, 6]
-    assert [store.last_step_without_tokens(steps) for steps in (9, 2)] == [3, 1]
+    assert [stored.last_step_without_tokens(steps) for steps in (9, 2)] == [3, 1]
     assert store.missing_trajectories() == 0
 
 
@@ -140,8 +142,8 @@ def test_with_replay_the_groups_of_the_buffer_stay(store: Store) -> None:
     trim(store, 1, since=1, held=[1, 5])
     assert with_tokens(store) == [1, 5]
     with pytest.raises(ValueError, match="group 0: tokens not kept"):
-        store.drawn(0)
-    assert store.last_step_without_tokens(1) == 0
+        StoredBatches(store._path).drawn(0)
+    assert StoredBatches(store._path).last_step_without_tokens(1) == 0
     assert store.recover(1, 300.0).waiting == 3, "groups outside of the buffer are no damage"
 
 

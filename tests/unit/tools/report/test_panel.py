@@ -143,7 +143,7 @@ def test_colors_add_nothing_that_the_text_lacks():
 def test_text_of_a_log_moves_no_cursor_and_starts_no_line():
     text = "a\x1b[2Jb\r\nc [bold]d[/bold] \u202ee"
     shown = render(replace(VIEW, notices=[Notice("warning", text)]), 80)
-    assert "a\\x1b[2Jb c [bold]d[/bold] \\x202ee" in shown
+    assert "a\\x1b[2Jb c [bold]d[/bold] \\u202ee" in shown
     assert len(shown.splitlines()) == len(AT_80.splitlines()) - 1
 
 
