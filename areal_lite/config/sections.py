@@ -131,6 +131,15 @@ class RolloutConfig:
     workflow_args: dict[str, Any] = setting(
         {}, "Arguments of a workflow that is a class: rollout.workflow_args.KEY=VALUE."
     )
+    workers: int | None = setting(
+        None,
+        "Processes that run a workflow, its tools and agents, and filters and data of your own. "
+        "null: by the number of cores.",
+        within=(1, 1024),
+    )
+    episode_timeout_s: float = setting(
+        1800.0, "Longest time for an episode in these processes, in seconds.", within=SECONDS
+    )
     interrupt: str = setting(
         "in_place",
         "What a push does to running requests. in_place: pause them and keep their KV cache. "

@@ -24,14 +24,14 @@ its prompt.
 A filter (`rollout.filters`) removes a group that teaches nothing, and another prompt takes its
 place, so that batches stay full (active sampling; Olmo 3, arXiv 2512.13961). It is a function
 f(group) that returns None to keep the group, or a short fixed name of the reason to filter it, by
-which filtered groups are counted. Filters are called in order, and must be quick: they run on the
-controller's event loop.
+which filtered groups are counted. Filters are called in order, in the source's worker processes.
+
+A prompt whose episodes fail again and again is not asked any more (`Quarantine`).
 """
 
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,18 +43,18 @@ from areal_lite.controller.sources import (
     Player,
     Rollout,
     Source,
-    drawn_prompts,
+    drawn_prompt,
     of_source,
+    prompt_sampler,
 )
 from areal_lite.data.model_folder import expert_layout
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.sampler import PromptSampler
-from areal_lite.extensions import load_object
-from areal_lite.rollout.episode import Workflow, load_workflow, started
 from areal_lite.run_dir.store import Store
 from areal_lite.servers.client import SamplingParams, sampling_params
 from areal_lite.servers.fleet import Fleet
 from areal_lite.trajectory import Group, GroupState
+from areal_lite.workers.pool import TaskFailed
 
 # The last groups of a prompt decide whether it is retired. One group alone may have been luck.
 _NUM_RATES = 2
@@ -95,23 +95,22 @@ class Curriculum:
             self.sampler.rest(prompt_index, epochs, after=drawn)
 
 
-Filter = Callable[[Group], str | None]
-
-
 def zero_variance(group: Group) -> str | None:
     """Filter a group whose rewards are all equal: `rollout.filters=[zero_variance]`."""
     return "zero_variance" if len({t.reward for t in group.trajectories}) == 1 else None
 
 
-def load_filters(names: Sequence[str]) -> list[Filter]:
-    """Import the filters. Raises ValueError that says which one cannot be used and why."""
-    own = {"zero_variance": zero_variance}
-    return [own.get(name) or load_object("rollout.filters", name) for name in names]
-
-
-def first_reason(filters: Sequence[Filter], group: Group) -> str | None:
-    """Return the first reason to filter `group`, or None to keep it."""
-    return next((reason for f in filters if (reason := f(group)) is not None), None)
+async def first_reason(filters: Sequence[str], group: Group, source: Source) -> str | None:
+    """Return the first reason to filter `group`, or None to keep it. Raises TaskFailed."""
+    for name in filters:
+        if name == zero_variance.__name__:
+            reason = zero_variance(group)
+        else:
+            assert source.episodes is not None
+            reason = await source.episodes.judge(name, group)
+        if reason:
+            return reason
+    return None
 
 
 # Groups that start in one turn of the event loop. A new version may admit hundreds.
@@ -140,8 +139,7 @@ class Dispatcher:
     """Submits groups while admission and concurrency allow, and delivers them when they finish.
 
     `counts` (the COUNTS and `groups`) and `filtered`, by reason, are of the whole run. `in_flight`
-    counts episodes, `running` has the ids of the running groups. `sampler` draws the prompts, and
-    `workflows` has the workflow of each data source.
+    counts episodes, `running` has the ids of the running groups. `sampler` draws the prompts.
     """
 
     def __init__(
@@ -162,7 +160,6 @@ class Dispatcher:
         self._fleet = fleet
         self._deliver = deliver
         self._on_rejected = on_rejected
-        self.workflows: dict[str, Workflow] = {}
         self.counts: Counter[str] = Counter()
         self.filtered: Counter[str] = Counter()
         self.max_concurrent = rollout.max_concurrent
@@ -172,8 +169,8 @@ class Dispatcher:
         self._params: dict[str, SamplingParams] = {}
         for name, source in self._sources.items():
             self._open(name, source, dependencies)
-        self._prompts, self.sampler = drawn_prompts(self._sources)
-        self._filters = load_filters(rollout.filters)
+        self.sampler = prompt_sampler(self._sources)
+        self.quarantine = dependencies.quarantine
         self._curriculum = Curriculum(self.sampler, rollout.retire_above, rollout.rest_unsolved)
         self._batch_groups = config.trainer.batch_groups
         bound = None if config.buffer.replay.capacity else config.max_lead
@@ -181,21 +178,19 @@ class Dispatcher:
             max_staleness=bound, batch_groups=self._batch_groups, steps=config.trainer.steps
         )
         self._again: deque[_Submission] = deque()
-        self._consecutive_empty = 0
+        self._lost_prompts: set[int] = set()  # since a group that had a rollout
         self._consecutive_filtered = 0
         # Set when something changed that `run` may be waiting for.
         self._wake = asyncio.Event()
 
     def _open(self, name: str, source: Source, dependencies: Dependencies) -> None:
-        """Load the workflow of a data source, and say how its completions are sampled."""
+        """Say how the episodes of a data source are played and its completions sampled."""
         config = source.config
-        workflow = dependencies.workflow or load_workflow(config.rollout)
         params = sampling_params(config.rollout, dependencies.tokenizer)
         if isinstance(config, TrainConfig) and config.algo.routing_replay:
             params = replace(params, experts=expert_layout(Path(config.model)))
-        self.workflows[name] = workflow
         self._players[name] = Player(
-            source, dependencies, self._fleet, workflow, self.counts, self._on_rollout_end
+            source, dependencies, self._fleet, self.counts, self._on_rollout_end
         )
         self._params[name] = params
 
@@ -211,6 +206,8 @@ class Dispatcher:
         if play_again:
             self._again.extend(_Submission(*group, again=True) for group in recovered.again)
         self.sampler.check_draws(recovered.draws)
+        for index in self.quarantine.indices:
+            self.sampler.retire(index)
         if self._curriculum.active:
             for scored in store.rewards():
                 self._curriculum.record(*scored)
@@ -224,9 +221,7 @@ class Dispatcher:
 
     async def run(self) -> None:
         """Start groups while there is capacity. Runs until cancelled."""
-        async with AsyncExitStack() as workflows, asyncio.TaskGroup() as groups:
-            for name, source in self._sources.items():
-                await workflows.enter_async_context(started(self.workflows[name], source.config))
+        async with asyncio.TaskGroup() as groups:
             while True:
                 while self._may_submit():
                     for _ in range(_STARTS_AT_ONCE):
@@ -247,7 +242,8 @@ class Dispatcher:
             **{name: self.counts[name] for name in COUNTS},
             "filtered_groups": self.filtered.total(),
             **{f"filtered_{reason}": groups for reason, groups in self.filtered.items()},
-            "retired_prompts": len(sampler.retired),
+            "retired_prompts": len(sampler.retired) - len(self.quarantine.indices),
+            "quarantined_prompts": len(self.quarantine.held),
             "resting_prompts": sampler.num_resting,
             **{of_source("epochs", name): n for name, n in sampler.epochs.items()},
         }
@@ -287,7 +283,7 @@ class Dispatcher:
         return submission
 
     async def _run_group(self, submission: _Submission) -> None:
-        prompt = self._prompts[submission.prompt_index]
+        prompt = await drawn_prompt(self._sources, submission.prompt_index)
         if not submission.again:
             await self._store.submit(
                 Store.admit,
@@ -298,9 +294,13 @@ class Dispatcher:
                 self._config.rollout.group_size,
                 self._clock(),
             )
-        group_id, player = submission.group_id, self._players[prompt.source]
-        rids = [f"{group_id}-{i}" for i in range(self._config.rollout.group_size)]
-        rollouts = await player.play(group_id, prompt, rids, self._params[prompt.source])
+        if prompt.tokens:
+            group_id, player = submission.group_id, self._players[prompt.source]
+            rids = [f"{group_id}-{i}" for i in range(self._config.rollout.group_size)]
+            rollouts = await player.play(group_id, prompt, rids, self._params[prompt.source])
+        else:
+            self.in_flight -= self._config.rollout.group_size
+            rollouts = [Rollout(failure=prompt.text)]
         await self._classify(submission, prompt, rollouts)
         self._wake.set()
 
@@ -312,13 +312,14 @@ class Dispatcher:
         self, submission: _Submission, prompt: Prompt, played: list[Rollout]
     ) -> None:
         """End the group: drop it if every rollout failed, filter it, or finish and deliver it."""
+        if self.quarantine.record(prompt.prompt_id, played, submission.prompt_index):
+            self.sampler.retire(submission.prompt_index)
         rollouts = [rollout for rollout in played if not rollout.failure]
         failures = [rollout.failure for rollout in played if rollout.failure]
         self.counts["failed_rollouts"] += len(failures)
         if not rollouts:
             await self._drop_empty(submission, failures[0])
             return
-        self._consecutive_empty = 0
         group = Group(
             group_id=submission.group_id,
             prompt_id=prompt.prompt_id,
@@ -328,7 +329,13 @@ class Dispatcher:
         )
         texts = [text for rollout in rollouts for text in rollout.texts]
         self._curriculum.record(submission.prompt_index, group.rewards, submission.drawn)
-        filtered = first_reason(self._filters, group)
+        try:
+            source = self._sources[prompt.source]
+            filtered = await first_reason(self._config.rollout.filters, group, source)
+        except TaskFailed as error:
+            await self._drop_empty(submission, f"filter: {error}")
+            return
+        self._lost_prompts.clear()
         state = GroupState.FILTERED if filtered else GroupState.FINISHED
         lost = f"{len(failures)} rollouts failed: {failures[0]}" if failures else None
         reason, now = filtered or lost, self._clock()
@@ -344,11 +351,11 @@ class Dispatcher:
 
     async def _drop_empty(self, submission: _Submission, failure: str) -> None:
         self.counts["empty_groups"] += 1
-        self._consecutive_empty += 1
-        if self._consecutive_empty > 2 * self._batch_groups:
+        self._lost_prompts.add(submission.prompt_index)
+        if len(self._lost_prompts) > 2 * self._batch_groups:
             raise RuntimeError(
-                f"{self._consecutive_empty} groups in a row lost all their rollouts; "
-                f"the last one: {failure}"
+                f"all groups of {len(self._lost_prompts)} prompts in a row lost all their "
+                f"rollouts; the last one: {failure}"
             )
         await self._drop(submission.group_id, submission.prompt_index, f"empty: {failure}")
         self._reject(submission.group_id)
@@ -356,7 +363,8 @@ class Dispatcher:
     async def _drop(self, group_id: int, prompt_index: int, reason: str) -> None:
         """Commit the drop of a group, and have its prompt drawn again."""
         await self._store.submit(Store.drop, group_id, reason, self._clock())
-        self.sampler.put_back(prompt_index)
+        if prompt_index not in self.sampler.retired:
+            self.sampler.put_back(prompt_index)
         self._wake.set()
 
     def _on_filtered(self, reason: str) -> None:
@@ -386,13 +394,14 @@ class Dispatcher:
             and not admission.running
             and admission.waiting < self._batch_groups
         ):
+            held, retired = len(self.quarantine.indices), len(self.sampler.retired)
+            also = f" {held} others are in quarantine: this log says why." if held else ""
             raise RuntimeError(
-                f"no prompt is left at step {admission.step}: all "
-                f"{len(self.sampler.retired)} are retired because more than "
-                f"{self._config.rollout.retire_above} (rollout.retire_above) of the trajectories "
-                "of their last groups were right. Give more or harder prompts, or "
-                f"raise rollout.retire_above. {admission.waiting} groups wait for a batch of "
-                f"{self._batch_groups}; {self._describe_filtered()}"
+                f"no prompt is left at step {admission.step}: all {retired - held} are retired "
+                f"because more than {self._config.rollout.retire_above} (rollout.retire_above) of "
+                f"the trajectories of their last groups were right.{also} Give more or harder "
+                f"prompts, or raise rollout.retire_above. {admission.waiting} groups wait for a "
+                f"batch of {self._batch_groups}; {self._describe_filtered()}"
             )
 
     def _describe_filtered(self) -> str:

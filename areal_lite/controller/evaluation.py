@@ -6,6 +6,7 @@ again whenever servers come back (`Resync`). Without any server, the evaluation 
 """
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,14 +20,15 @@ from areal_lite.config import TrainConfig
 from areal_lite.controller.batches import Batches, Handover, record_handover
 from areal_lite.controller.protocol import Done, Resync
 from areal_lite.controller.sources import Dependencies, Player, Rollout, Source
-from areal_lite.rollout.episode import Workflow
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, HF_DIR
 from areal_lite.run_dir.store import StoreThread
-from areal_lite.servers.client import sampling_params
+from areal_lite.servers.client import SamplingParams, sampling_params
 from areal_lite.servers.fleet import Fleet
 from areal_lite.system.processes import LONGEST_BACK_OFF_S
 from areal_lite.trajectory import episode_reward
+from areal_lite.workers.pool import TaskFailed
 
+log = logging.getLogger(__name__)
 Interval = tuple[float, float]
 
 ALL_SOURCES = "all"  # the `name` of an evaluation of several data sources
@@ -42,6 +44,7 @@ class Scores:
     rewards: np.ndarray  # float64 [problems, 1 + samples], the greedy completion first
     versions: list[int]  # that sampled at least one token
     failures: int  # completions without a reward; they count as 0
+    timeouts: int = 0  # those of them that took too long
 
     def record(self) -> dict[str, Any]:
         """Return the scores as JSON values, as they are in evals.jsonl.
@@ -67,6 +70,7 @@ class Scores:
             "samples": samples,
             "versions": self.versions,
             "failures": self.failures,
+            "timeouts": self.timeouts,
         }
 
 
@@ -76,7 +80,19 @@ def pooled(parts: Sequence[Scores]) -> Scores:
         rewards=np.concatenate([part.rewards for part in parts]),
         versions=sorted({version for part in parts for version in part.versions}),
         failures=sum(part.failures for part in parts),
+        timeouts=sum(part.timeouts for part in parts),
     )
+
+
+def failed_answers(record: Mapping[str, Any] | None) -> str:
+    """Say how many answers of an evaluation have a reward; "" if all do. The others count as 0."""
+    if not record or not record.get("failures"):
+        return ""
+    asked, timeouts = record["problems"] * (1 + record["samples"]), record["timeouts"]
+    failed = record["failures"] - timeouts
+    parts = [f"{timeouts} timed out"] * bool(timeouts)
+    parts += [f"{failed} failed"] * bool(failed)
+    return f"{asked - record['failures']} of {asked} answers were scored, {', '.join(parts)}"
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -104,34 +120,34 @@ async def score_problems(
     source: Source,
     dependencies: Dependencies,
     fleet: Fleet,
-    workflow: Workflow,
     problems: int,
     samples: int,
     name: str,
+    progress: Counter[str],
 ) -> Scores:
     """Score the first `problems` of `source.eval_prompts`, or all if there are fewer.
 
     Each gets a greedy completion and `samples` sampled ones. A grouped workflow gets groups of one.
-    `name` begins the request ids. Raises ValueError if there are no problems.
+    `name` begins the request ids. `progress` counts the completions that are `asked` for and
+    `scored`. Raises ValueError if there are no problems.
     """
     prompts = source.eval_prompts
     assert prompts is not None, "an evaluation needs eval_prompts"
     if prompts.num_prompts is not None:
         problems = min(problems, prompts.num_prompts)
     if not problems:
-        raise ValueError(
-            "there are no held-out problems to evaluate on: set eval.problems=0, "
-            "or give a data set that has some"
-        )
-    player = Player(source, dependencies, fleet, workflow, Counter())
+        raise ValueError("there are no held-out problems: give some, or set eval.problems=0")
+    progress["asked"] += problems * (1 + samples)
+    player = Player(source, dependencies, fleet, Counter(), what="held-out problem")
     limit = asyncio.Semaphore(source.config.rollout.max_concurrent)
     sampled = sampling_params(source.config.rollout, dependencies.tokenizer)
-    greedy = replace(sampled, temperature=0.0)
 
     async def play(index: int, sample: int) -> Rollout:
-        params, rid = sampled if sample else greedy, f"{name}-{index}-{sample}"
+        params = sampled if sample else replace(sampled, temperature=0.0)
         async with limit:
-            return (await player.play(index, prompts[index], [rid], params, sample))[0]
+            rollout = await _play(player, index, sample, f"{name}-{index}-{sample}", params)
+        progress["scored"] += 1
+        return rollout
 
     rollouts = await asyncio.gather(
         *(play(i, sample) for i in range(problems) for sample in range(1 + samples))
@@ -142,7 +158,24 @@ async def score_problems(
         rewards=np.array(rewards, np.float64).reshape(problems, 1 + samples),
         versions=np.unique(np.concatenate([*versions, []])).astype(int).tolist(),
         failures=sum(bool(r.failure) for r in rollouts),
+        timeouts=sum(r.timed_out for r in rollouts),
     )
+
+
+async def _play(
+    player: Player, index: int, sample: int, rid: str, params: SamplingParams
+) -> Rollout:
+    """Play a held-out problem, unless it is in quarantine."""
+    quarantine = player.dependencies.quarantine
+    try:
+        prompt = await player.source.prompt("eval", index)
+    except TaskFailed as error:
+        return Rollout(failure=str(error), timed_out=error.reason == "timeout")
+    if (key := f"held out: {prompt.prompt_id}") in quarantine.held:
+        return Rollout(failure="it is in quarantine", timed_out=True)
+    (rollout,) = await player.play(index, prompt, [rid], params, sample)
+    quarantine.record(key, [rollout])
+    return rollout
 
 
 @dataclass(slots=True)
@@ -152,10 +185,10 @@ class Evaluator:
     config: TrainConfig
     dependencies: Dependencies
     fleet: Fleet
-    workflows: Mapping[str, Workflow]
     batches: Batches
     store: StoreThread
     running: set[int] = field(default_factory=set)
+    progress: Counter[str] = field(default_factory=Counter)
     # Set when the evaluation after the last step has ended. No resync is requested after it.
     _last_ended: asyncio.Event = field(default_factory=asyncio.Event)
     # When an evaluation after the last step began to wait for a server, in seconds.
@@ -178,10 +211,15 @@ class Evaluator:
                 await asyncio.wait([evaluation], timeout=_CHECK_INTERVAL_S)
                 if not evaluation.done():
                     await self._check_servers(version)
-            return evaluation.result()
+            record = evaluation.result()
+            if failures := failed_answers(record):
+                log.warning("evaluation at version %d: %s", version, failures)
+            return record
         finally:
             evaluation.cancel()
             self.running.discard(version)
+            if not self.running:
+                self.progress.clear()
             if version == self.config.trainer.steps:
                 await record_handover(self.store, evaluated=1)
                 self._last_ended.set()
@@ -195,16 +233,15 @@ class Evaluator:
         config, parts = self.config.eval, self.dependencies
         started = parts.clock()
 
-        async def score(source: Source, workflow: Workflow, name: str) -> Scores:
+        async def score(source: Source, name: str) -> Scores:
             rids, counts = f"eval{version}{name}", (config.problems, config.samples)
-            return await score_problems(source, parts, self.fleet, workflow, *counts, rids)
+            return await score_problems(source, parts, self.fleet, *counts, rids, self.progress)
 
-        sources, workflows = parts.sources, self.workflows
-        by_source = {name: await score(sources[name], workflows[name], name) for name in sources}
+        by_source = {name: await score(source, name) for name, source in parts.sources.items()}
         sets = {name: scores for name, scores in by_source.items() if name}
         for name, prompts in parts.eval_sets.items():
-            (source,), (workflow,) = sources.values(), workflows.values()
-            sets[name] = await score(replace(source, eval_prompts=prompts), workflow, name)
+            (source,) = parts.sources.values()
+            sets[name] = await score(replace(source, eval_prompts=prompts), name)
         data = self.config.data
         return {
             "name": ALL_SOURCES if data.sources else data.source,

@@ -338,7 +338,8 @@ class ControllerClient:
       reply may have been on its way.
     * If the controller is killed, the call waits for the one that takes its place, and asks it. It
       raises RuntimeError if none does within ten minutes.
-    * After `timeout_s` seconds it raises TimeoutError, which names the request.
+    * After `timeout_s` seconds it raises TimeoutError, which names the request. An evaluation may
+      take any time while the controller is there: each of its episodes has a limit.
     """
 
     def __init__(self, run_dir: Path | str, timeout_s: float):
@@ -361,8 +362,9 @@ class ControllerClient:
         self._socket.linger = 0
         self._socket.heartbeat_ivl = HEARTBEAT_MS
         self._socket.heartbeat_timeout = SILENCE_MS
-        self._connections = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._connected = False
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._connections = self._socket.get_monitor_socket(events)
+        self._connected = self._was_connected = False
         self._socket.curve_serverkey = address.key.encode()
         self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
         self._socket.connect(address.url)
@@ -443,6 +445,8 @@ class ControllerClient:
                 elif self._was_reconnected():
                     log.warning("the connection to the controller was lost: asking again")
                     self._socket.send(frame)
+                if self._connected and isinstance(request, Evaluate | AwaitEvaluation):
+                    deadline = time.monotonic() + self._timeout_s
                 continue
             head, *frames = self._socket.recv_multipart(copy=False)
             reply = msgspec.msgpack.decode(head.buffer, type=Reply)
@@ -461,8 +465,10 @@ class ControllerClient:
         """Return whether the connection was made again since the last look."""
         again = False
         while self._connections.poll(0):
-            recv_monitor_message(self._connections)
-            again, self._connected = again or self._connected, True
+            event = recv_monitor_message(self._connections)["event"]
+            self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if self._connected:
+                again, self._was_connected = again or self._was_connected, True
         return again
 
     def _successor(self, request: Request) -> Address | None:

@@ -37,7 +37,7 @@ from areal_lite.controller.batches import Batches, begin_handover, read_handover
 from areal_lite.controller.buffer import ReplayBuffer
 from areal_lite.controller.dispatcher import COUNTS, FAILURE_COUNTS, Dispatcher
 from areal_lite.controller.evaluation import Evaluator
-from areal_lite.controller.sources import Dependencies, open_sources
+from areal_lite.controller.sources import Dependencies, Quarantine, longest_wait, open_sources
 from areal_lite.data.prompts import load_eval_sets
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase, write_status
@@ -128,6 +128,7 @@ class Controller:
         assert dependencies.store is not None
         self.config = config
         self._store = dependencies.store
+        self._dependencies = dependencies
         self.fleet = Fleet(
             client,
             announced,
@@ -144,9 +145,7 @@ class Controller:
             on_rejected=lambda: self.batches.notify(),
         )
         self.batches = Batches(config, self.dispatcher, self.fleet, self._store, dependencies.clock)
-        self.evaluator = Evaluator(
-            config, dependencies, self.fleet, self.dispatcher.workflows, self.batches, self._store
-        )
+        self.evaluator = Evaluator(config, dependencies, self.fleet, self.batches, self._store)
         self.retention = Retention(config, self._store, self.dispatcher, self.batches)
         # Requests that were waited for, over all pushes in mode `none`.
         self.drained = 0
@@ -296,7 +295,8 @@ class Controller:
             **{name: self.fleet.counts[name] for name in _REQUEST_COUNTS},
             **{name: counts[name] for name in COUNTS},
             "filtered": dict(self.dispatcher.filtered),
-            "retired_prompts": len(self.dispatcher.sampler.retired),
+            "retired_prompts": self.dispatcher.facts()["retired_prompts"],
+            "quarantined": sorted(self.dispatcher.quarantine.held),
         }
 
     def status(self) -> ControllerStatus:
@@ -326,6 +326,8 @@ class Controller:
             servers_ready=len(router.ready),
             servers_announced=len(router.servers),
             evaluating=sorted(self.evaluator.running),
+            evaluated="{scored} of {asked}".format_map(self.evaluator.progress),
+            longest_wait=longest_wait(self._dependencies.playing),
         )
 
 
@@ -341,6 +343,10 @@ def status_line(status: ControllerStatus) -> str:
         need = "trajectories in flight"
     else:
         need = f"the trainer (step {status.step})"
+    if status.evaluating:
+        need += f"; evaluation: {status.evaluated} answers"
+    if status.longest_wait:
+        need += f"; longest: {status.longest_wait}"
     capacity = "any number" if status.capacity is None else status.capacity
     return (
         f"version {status.version}: {status.queued_groups} groups queued, "
@@ -361,6 +367,7 @@ async def serve(run_dir: Path, trainer_runs: bool = False) -> None:
             tokenizer=Tokenizer(config.model, config.data.chat_template_kwargs),
             store=store_thread,
             clock=steady_time,
+            quarantine=Quarantine(run_dir),
             eval_sets=load_eval_sets(
                 config.eval.sets, config.data, config.model, config.reward.function
             ),

@@ -4,29 +4,33 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 from areal_lite.config import TrainConfig, naming, source_configs
 from areal_lite.config.data import Sampled, weight_of
-from areal_lite.data.prompts import MixedPrompts, Prompt, PromptSet, load_prompts
+from areal_lite.data.prompts import Prompt, PromptSet, Split, load_prompts
 from areal_lite.data.sampler import PromptSampler, SourceOrder
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.rewards.pool import RewardError, RewardPool
-from areal_lite.rollout.episode import (
-    Episode,
-    Workflow,
-    WorkflowFailed,
-    WorkflowRun,
-    sampled_turns,
-)
+from areal_lite.rewards.pool import RewardPool
+from areal_lite.rollout.episode import Episode, Played, Workflow, is_grouped, play
+from areal_lite.rollout.pool import EpisodePool, needs_workers
+from areal_lite.rollout.worker import Play
+from areal_lite.rollout.workflows.single_turn import single_turn
+from areal_lite.run_dir.paths import QUARANTINE_FILE
 from areal_lite.run_dir.store import StoreThread
 from areal_lite.servers.client import SamplingParams
 from areal_lite.servers.fleet import Fleet, Session
+from areal_lite.system.files import read_json, write_json
 from areal_lite.trajectory import Trajectory
+from areal_lite.workers.pool import TaskFailed
 
 log = logging.getLogger(__name__)
+_MOST_HAZARDS, _MOST_LOST = 2, 3  # as in Quarantine
+# An episode that takes longer is named while it lasts.
+_NAMED_AFTER_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,27 @@ class Source:
     prompts: PromptSet | None  # None when nothing is trained
     eval_prompts: PromptSet | None  # None without evaluation
     rewards: RewardPool
+    episodes: EpisodePool | None = None  # None: all of its code is ours
+
+    async def prompt(self, split: Split, index: int) -> Prompt:
+        """Return a prompt by its place in the split. Raises TaskFailed."""
+        prompts = self.prompts if split == "train" else self.eval_prompts
+        assert prompts is not None
+        if isinstance(prompts, RemotePrompts):
+            assert self.episodes is not None
+            return await self.episodes.prompt(split, index)
+        return prompts[index]
+
+
+@dataclass(slots=True)
+class RemotePrompts:
+    """Prompts that the worker processes of a source have."""
+
+    num_prompts: int | None
+    num_too_long: int
+
+    def __getitem__(self, index: int) -> Prompt:
+        raise NotImplementedError("ask Source.prompt")
 
 
 @asynccontextmanager
@@ -58,29 +83,129 @@ async def open_sources(config: Sampled) -> AsyncIterator[dict[str, Source]]:
                 rewards = next(same, None) or await pools.enter_async_context(
                     RewardPool(reward.function, reward.workers, reward.timeout_s)
                 )
+                wanted: dict[Split, bool] = {"train": trains, "eval": evaluates}
+                splits: list[Split] = [split for split in wanted if wanted[split]]
+                episodes = None
+                if needs_workers(own):
+                    episodes = await pools.enter_async_context(EpisodePool(own, splits))
+                remote = episodes.facts["prompts"] if episodes else {}
+                sets: dict[Split, PromptSet] = {
+                    split: RemotePrompts(*remote[split]) if split in remote else load(split)
+                    for split in splits
+                }
                 sources[name] = Source(
                     config=own,
-                    prompts=load("train") if trains else None,
-                    eval_prompts=load("eval") if evaluates else None,
+                    prompts=sets.get("train"),
+                    eval_prompts=sets.get("eval"),
                     rewards=rewards,
+                    episodes=episodes,
                 )
         yield sources
 
 
-def drawn_prompts(sources: Mapping[str, Source]) -> tuple[MixedPrompts, PromptSampler]:
-    """Return the training prompts of all sources as one set, and its sampler."""
-    prompts, orders = {}, []
+def prompt_sampler(sources: Mapping[str, Source]) -> PromptSampler:
+    """Return what draws the training prompts of all sources."""
+    orders = []
     for name, source in sources.items():
         assert source.prompts is not None
-        prompts[name] = source.prompts
         size, config = source.prompts.num_prompts, source.config
         orders.append(SourceOrder(size, config.seed, weight_of(config.data), name))
-    return MixedPrompts(prompts), PromptSampler(*orders)
+    return PromptSampler(*orders)
+
+
+async def drawn_prompt(sources: Mapping[str, Source], index: int) -> Prompt:
+    """Return the training prompt of a sampler's index: prompt i of source k of K has K i + k.
+
+    The name of its source is in it, and in front of its `prompt_id`. If the user's data fails to
+    give it, it has no tokens, and its text says why.
+    """
+    place, number = divmod(index, len(sources))
+    name, source = list(sources.items())[number]
+    try:
+        prompt = await source.prompt("train", place)
+    except TaskFailed as error:
+        prompt = Prompt(prompt_id=f"#{place}", tokens=[], answer="", text=str(error))
+    if not name:
+        return prompt
+    return replace(prompt, prompt_id=f"{name}/{prompt.prompt_id}", source=name)
 
 
 def of_source(key: str, source: str) -> str:
     """Return the name of a metric of one data source; `key` itself for one without a name."""
     return f"{key}/{source}" if source else key
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """The scored traces of an episode.
+
+    `failure` says why it has no reward. `is_hazard`: it hung, or it ended its process.
+    """
+
+    traces: list[Trajectory] = field(default_factory=list)
+    texts: list[tuple[str, str]] = field(default_factory=list)
+    failure: str = ""
+    timed_out: bool = False
+    is_hazard: bool = False
+
+
+class Quarantine:
+    """The prompts that are not asked again, by id: the place of each for the sampler, and why.
+
+    A prompt is held if its episodes hung or ended their process twice. It is also held, until the
+    run starts again, if three of its groups in a row lost all their episodes. quarantine.json has
+    all of them, and a resumed run knows those that last.
+    """
+
+    def __init__(self, run_dir: Path | None = None):
+        self._file = run_dir / QUARANTINE_FILE if run_dir else None
+        self._known = read_json(self._file) if self._file and self._file.exists() else {}
+        self.held: dict[str, tuple[int | None, str]] = {
+            prompt: (of["prompt_index"], of["failure"])
+            for prompt, of in self._known.items()
+            if of["lasts"]
+        }
+        self._hazards: Counter[str] = Counter()
+        self._lost: Counter[str] = Counter()
+
+    @property
+    def indices(self) -> set[int]:
+        """Return the places of the training prompts among them."""
+        return {index for index, _ in self.held.values() if index is not None}
+
+    def record(self, prompt_id: str, rollouts: Sequence[Rollout], index: int | None = None) -> bool:
+        """Record what became of a prompt's group, and return whether it is held from now on."""
+        hazards = [rollout.failure for rollout in rollouts if rollout.is_hazard]
+        self._hazards[prompt_id] += len(hazards)
+        is_lost = all(rollout.failure for rollout in rollouts)
+        self._lost[prompt_id] = is_lost * (self._lost[prompt_id] + 1)
+        is_dangerous = bool(hazards) and self._hazards[prompt_id] >= _MOST_HAZARDS
+        if prompt_id in self.held or not (is_dangerous or self._lost[prompt_id] >= _MOST_LOST):
+            return False
+        failure = (hazards or [rollouts[0].failure])[-1]
+        log.error("prompt %s is not asked again: %s", prompt_id, failure)
+        self.held[prompt_id] = index, failure
+        line = {"prompt_index": index, "failure": failure, "lasts": is_dangerous}
+        self._known[prompt_id] = line
+        if self._file:
+            with suppress(OSError):  # a full disk must not end a run because of this file
+                write_json(self._file, self._known)
+        return True
+
+
+Playing = dict[str, tuple[float, "Source"]]
+"""The episodes in progress by name, the oldest first: when each began, and its source."""
+
+
+def longest_wait(playing: Playing) -> str:
+    """Name the episode that has been played longest, and where it waits; "" if it is young."""
+    for name, (began_at, source) in playing.items():
+        seconds = asyncio.get_running_loop().time() - began_at
+        if seconds < _NAMED_AFTER_S:
+            break
+        where = source.episodes.place(name) if source.episodes else ""
+        return f"{name} for {seconds:.0f} s{f' at {where}' if where else ''}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,21 +217,14 @@ class Dependencies:
     store: StoreThread | None  # None when nothing is trained
     clock: Callable[[], float]  # returns seconds since 1970
     eval_sets: Mapping[str, PromptSet] = field(default_factory=dict)  # more of a single source
-    workflow: Workflow | None = None  # None: that of `rollout.workflow` for each source
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """The scored traces of an episode."""
-
-    traces: list[Trajectory]
-    texts: list[tuple[str, str]]  # before and after the first sampled token of each trace
-    failure: str = ""  # why it has no reward
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    playing: Playing = field(default_factory=dict)
+    workflow: Workflow | None = None  # instead of that of each source
 
 
 @dataclass(frozen=True, slots=True)
 class Player:
-    """Plays and scores episodes of one data source.
+    """Plays and scores episodes of one data source, in its worker processes or here.
 
     `counts` gets `workflow_failures` and `reward_failures`. `on_end` is called when a rollout ends.
     """
@@ -114,9 +232,9 @@ class Player:
     source: Source
     dependencies: Dependencies
     fleet: Fleet
-    workflow: Workflow
     counts: Counter[str]
     on_end: Callable[[], None] = lambda: None
+    what: str = "group"  # that it plays, in names
 
     async def play(
         self,
@@ -141,52 +259,85 @@ class Player:
             )
             for number, session in enumerate(sessions, first)
         ]
-        run = WorkflowRun(self.workflow, episodes)
+        calls = [episodes] if self._grouped else [[episode] for episode in episodes]
         try:
-            rollouts = await asyncio.gather(*(self._play(run, i) for i in range(len(episodes))))
+            played = await asyncio.gather(*map(self._play, calls))
         finally:
             for session in sessions:
                 self.fleet.close_session(session)
+        rollouts = [rollout for call in played for rollout in call]
         for session, rollout in zip(sessions, rollouts):
             for trace in rollout.traces:
                 trace.server = session.server.name
         return rollouts
 
-    async def _play(self, run: WorkflowRun, index: int) -> Rollout:
-        episode = run.episodes[index]
-        traces: list[Trajectory] = []
+    @property
+    def _workflow(self) -> Workflow | None:
+        """Return the workflow that this process runs itself, if any."""
+        return self.dependencies.workflow or (None if self.source.episodes else single_turn)
+
+    @property
+    def _grouped(self) -> bool:
+        if workflow := self._workflow:
+            return is_grouped(workflow)
+        assert self.source.episodes is not None
+        return self.source.episodes.facts["grouped"]
+
+    async def _play(self, episodes: list[Episode]) -> list[Rollout]:
+        """Play the episodes of one call of the workflow, and score them."""
+        first, playing = episodes[0], self.dependencies.playing
+        prompt = first.prompt.prompt_id
+        name = f"{self.what} {first.group_id}, sample {first.sample_index}, prompt {prompt}"
+        playing[name] = asyncio.get_running_loop().time(), self.source
         try:
-            traces = await run.traces(index)
-            texts = [self._texts(episode.prompt, trace) for trace in traces]
-            await self._score(episode.prompt, traces, texts[-1][1])
-            return Rollout(traces, texts)
-        except (WorkflowFailed, RewardError) as error:
-            reason = "workflow" if isinstance(error, WorkflowFailed) else "reward"
-            detail = f"no reward: {error}" if reason == "reward" else str(error)
-            self.counts[f"{reason}_failures"] += 1
-            name = (episode.prompt.prompt_id, episode.sample_index)
-            log.warning("rollout of %s, sample %d: %s", *name, detail)
-            return Rollout(traces, [], detail)
+            results = await self._results(name, episodes)
+        except TaskFailed as error:
+            failed = Rollout(
+                failure=f"workflow: {error}",
+                timed_out=error.reason == "timeout",
+                is_hazard=error.reason in ("timeout", "died"),
+            )
+            results = [failed] * len(episodes)
+        finally:
+            del playing[name]
+        return await asyncio.gather(*map(self._finish, episodes, results))
+
+    async def _results(self, name: str, episodes: list[Episode]) -> Sequence[Played | str]:
+        """Call the workflow. Raises TaskFailed."""
+        if workflow := self._workflow:
+            return await play(workflow, episodes)
+        assert self.source.episodes is not None
+        first, samples = episodes[0], [episode.sample_index for episode in episodes]
+        request = Play(first.group_id, samples, first.prompt, first.params)
+        samplers = [episode.complete for episode in episodes]
+        return await self.source.episodes.play(name, request, samplers)
+
+    async def _finish(self, episode: Episode, result: Played | str | Rollout) -> Rollout:
+        """Score a result, count a failure, and report the end of the rollout."""
+        try:
+            if isinstance(result, Played):
+                return await self._scored(episode, result)
+            rollout = Rollout(failure=result) if isinstance(result, str) else result
+            return self._failed(episode, "workflow", rollout)
         finally:
             self.on_end()
 
-    async def _score(self, prompt: Prompt, traces: list[Trajectory], sampled: str) -> None:
-        """Give all traces the reward of the last answer, unless their workflow gave rewards.
-
-        `sampled` is the text of the last trace from its first sampled token on.
-        """
-        if traces[-1].reward is None:
-            turns = sampled_turns(traces[-1])
-            if len(turns) > 1:
-                sampled = self.dependencies.tokenizer.decode(traces[-1].tokens[turns[-1]])
-            reward = await self.source.rewards.score(sampled, prompt.answer)
-            for trace in traces:
+    async def _scored(self, episode: Episode, played: Played) -> Rollout:
+        """Give all traces the reward of the last answer, unless their workflow gave rewards."""
+        if played.traces[-1].reward is None:
+            try:
+                reward = await self.source.rewards.score(played.answer, episode.prompt.answer)
+            except TaskFailed as error:
+                timed_out = error.reason == "timeout"
+                failure = f"no reward: {error}"
+                rollout = Rollout(played.traces, failure=failure, timed_out=timed_out)
+                return self._failed(episode, "reward", rollout)
+            for trace in played.traces:
                 trace.reward = reward
+        return Rollout(played.traces, played.texts)
 
-    def _texts(self, prompt: Prompt, trace: Trajectory) -> tuple[str, str]:
-        """Return the text before the first sampled token of a trace, and the text from there on."""
-        decode = self.dependencies.tokenizer.decode
-        start = int(trace.loss_mask.argmax())
-        before, after = trace.tokens[:start], trace.tokens[start:]
-        # The prompt's own text has the special tokens of the chat template.
-        return prompt.text if before.tolist() == prompt.tokens else decode(before), decode(after)
+    def _failed(self, episode: Episode, part: str, rollout: Rollout) -> Rollout:
+        self.counts[f"{part}_failures"] += 1
+        name = (episode.prompt.prompt_id, episode.sample_index)
+        log.warning("rollout of %s, sample %d: %s", *name, rollout.failure)
+        return rollout

@@ -25,7 +25,7 @@ import importlib
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -312,24 +312,6 @@ def _plain(content: Any) -> str | None:
 
 SOURCES: dict[str, Callable[..., PromptSet]] = {"jsonl": jsonl_prompts, "hf": hf_prompts}
 """The openers that the core brings, by `data.source`."""
-
-
-class MixedPrompts:
-    """Prompt i of source k of K, under the index K i + k, so that sources may be without end.
-
-    The name of a source is in its prompts, and in front of their `prompt_id`.
-    """
-
-    def __init__(self, sources: Mapping[str, PromptSet]) -> None:
-        self._sources = list(sources.items())
-
-    def __getitem__(self, index: int) -> Prompt:
-        place, number = divmod(index, len(self._sources))
-        name, prompts = self._sources[number]
-        prompt = prompts[place]
-        if not name:
-            return prompt
-        return replace(prompt, prompt_id=f"{name}/{prompt.prompt_id}", source=name)
 
 
 def hf_rows(config: DataConfig, split: Split, name: str, part: str) -> Iterator[Row]:

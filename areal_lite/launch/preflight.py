@@ -26,7 +26,7 @@ from areal_lite.config import (
 from areal_lite.config.commands import Command
 from areal_lite.config.data import Sampled
 from areal_lite.config.rules import cautions, check_rules, check_targets
-from areal_lite.controller.dispatcher import load_filters
+from areal_lite.controller.dispatcher import zero_variance
 from areal_lite.data.model_folder import check_split, expert_layout, num_experts
 from areal_lite.data.prompts import prompt_source
 from areal_lite.data.tokenizer import Tokenizer
@@ -135,7 +135,9 @@ def _training(config: TrainConfig) -> None:
             key = f"data.sources.{source}.reference" if source else "algo.reference"
             check_model(key, folder)
             _same_tokens(config.model, key, folder)
-    load_filters(config.rollout.filters)
+    for name in config.rollout.filters:
+        if name != zero_variance.__name__:
+            load_object("rollout.filters", name)
     _prompts_come_again(config)
     for path in config.eval.sets:
         if path.endswith(".jsonl") and not os.path.isfile(path):

@@ -40,9 +40,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from areal_lite.rewards.pool import ENV_TIMEOUT_S
 from areal_lite.rewards.sandbox import driver
 from areal_lite.rewards.sandbox.run import Limits, Outcome, run_python
+from areal_lite.rewards.worker import ENV_TIMEOUT_S
 
 _DRIVER = Path(driver.__file__).read_text() + "\n\nmain()\n"
 # A test may last this many times its processor seconds, and a reward takes some time of its own.

@@ -26,6 +26,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import numpy as np
@@ -38,13 +39,13 @@ from areal_lite.routes import unrecorded
 from areal_lite.servers.client import GenerationChunk, SamplingParams
 from areal_lite.servers.fleet import Completion
 from areal_lite.trajectory import Trajectory
+from areal_lite.workers.process import short_text
+
+SINGLE_TURN = "areal_lite.rollout.workflows.single_turn:single_turn"
+"""The workflow that runs in the controller: it has no code of the user."""
 
 # (episode) -> Trajectory or list of them; if marked as grouped, (episodes) -> list of such results.
 Workflow = Callable[..., Awaitable[Any]]
-
-
-class WorkflowFailed(Exception):
-    """A workflow made no usable trajectory of an episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,44 +117,78 @@ async def started(workflow: Workflow, config: Any) -> AsyncIterator[None]:
             await close()
 
 
-@dataclass(slots=True)
-class WorkflowRun:
-    """A workflow at work on the `episodes` of a group."""
+@dataclass(frozen=True, slots=True)
+class Played:
+    """The traces of an episode.
 
-    workflow: Workflow
-    episodes: list[Episode]
-    _group: asyncio.Future[Any] | None = None
+    `texts` has the text before and after the first sampled token of each. `answer` is what the
+    reward function scores: the text of the last trace's last turn, or of all after the prompt.
+    """
 
-    async def traces(self, index: int) -> list[Trajectory]:
-        """Play an episode and return its traces, checked and numbered. Raises WorkflowFailed.
+    traces: list[Trajectory]
+    texts: list[tuple[str, str]]
+    answer: str
 
-        A grouped workflow plays all episodes of the group when the first one is asked for.
-        """
-        try:
-            result = await self._result(index)
-            traces = result if isinstance(result, list) else [result]
-            for number, trace in enumerate(traces):
-                _check(self.episodes[index], trace)
-                trace.trace_index = number
-            _check_together(traces)
-        except Exception as error:  # a user's code may raise anything
-            raise WorkflowFailed(
-                f"workflow: {type(error).__name__}: {error} ({_origin(error)})"
-            ) from error
-        return traces
 
-    async def _result(self, index: int) -> Any:
-        if not getattr(self.workflow, "grouped", False):
-            return await self.workflow(self.episodes[index])
-        if self._group is None:
-            self._group = asyncio.ensure_future(self.workflow(self.episodes))
-        results = await self._group
-        if len(results) != len(self.episodes):
-            raise ValueError(
-                f"a grouped workflow returned {len(results)} results for"
-                f" {len(self.episodes)} episodes"
-            )
-        return results[index]
+def is_grouped(workflow: Workflow) -> bool:
+    return bool(getattr(workflow, "grouped", False))
+
+
+async def play(workflow: Workflow, episodes: Sequence[Episode]) -> list[Played | str]:
+    """Call a workflow: play an episode, or with a grouped workflow all those of a group.
+
+    Traces are checked and numbered. The result of an episode that failed says why.
+    """
+    try:
+        if is_grouped(workflow):
+            results = await workflow(list(episodes))
+            if len(results) != len(episodes):
+                raise ValueError(
+                    f"a grouped workflow returned {len(results)} results for {len(episodes)} "
+                    "episodes"
+                )
+        else:
+            results = [await workflow(episode) for episode in episodes]
+    except MemoryError:
+        raise  # its process has to end, too
+    except BaseException as error:  # a user's code may raise anything
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # ours, not of the code
+        return [_failure(error)] * len(episodes)
+    return [_played(episode, result) for episode, result in zip(episodes, results)]
+
+
+def _played(episode: Episode, result: Any) -> Played | str:
+    traces = result if isinstance(result, list) else [result]
+    try:
+        for number, trace in enumerate(traces):
+            _check(episode, trace)
+            trace.trace_index = number
+        _check_together(traces)
+    except Exception as error:
+        return _failure(error)
+    texts = [_texts(episode, trace) for trace in traces]
+    turns = sampled_turns(traces[-1])
+    decode = episode.tokenizer.decode
+    answer = decode(traces[-1].tokens[turns[-1]]) if len(turns) > 1 else texts[-1][1]
+    return Played(traces, texts, answer)
+
+
+def _texts(episode: Episode, trace: Trajectory) -> tuple[str, str]:
+    """Return the text before the first sampled token of a trace, and the text from there on."""
+    decode, prompt = episode.tokenizer.decode, episode.prompt
+    start = int(trace.loss_mask.argmax())
+    before, after = trace.tokens[:start], trace.tokens[start:]
+    # The prompt's own text has the special tokens of the chat template.
+    return prompt.text if before.tolist() == prompt.tokens else decode(before), decode(after)
+
+
+def _failure(error: BaseException) -> str:
+    where = "".join(
+        f" ({Path(f.filename).name}:{f.lineno})" for f in extract_tb(error.__traceback__)[-1:]
+    )
+    return short_text("workflow: {}: {}{}", type(error).__name__, error, where)
 
 
 def _check_together(traces: list[Trajectory]) -> None:
@@ -176,15 +211,6 @@ def _check(episode: Episode, trajectory: Any) -> None:
         raise ValueError(f"the workflow set the reward {trajectory.reward}, which is not finite")
     if not trajectory.check().num_sampled:
         raise ValueError("the workflow did not sample a single token from the policy")
-
-
-def _origin(error: Exception) -> str:
-    """Return `file:line` of the statement that raised."""
-    trace = error.__traceback__
-    assert trace
-    while trace.tb_next:
-        trace = trace.tb_next
-    return f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
 
 
 class Transcript:
@@ -299,7 +325,7 @@ class Transcript:
         return True
 
     def trajectory(self, reward: float | None = None) -> Trajectory:
-        """Return the trajectory so far; `WorkflowRun` checks it."""
+        """Return the trajectory so far; `play` checks it."""
         episode = self.episode
         versions = np.concatenate([chunk.versions for chunk in self._chunks])
         sampled = [chunk for chunk in self._chunks if chunk.finish_reason]

@@ -39,6 +39,8 @@ class ControllerStatus(msgspec.Struct, frozen=True, kw_only=True):
     servers_ready: int  # that take requests
     servers_announced: int  # that are up
     evaluating: list[int]  # versions
+    evaluated: str = ""  # how many completions of the evaluations are scored, of how many
+    longest_wait: str = ""  # the episode that has been played longest, if it is conspicuous
 
     @property
     def can_admit(self) -> bool:

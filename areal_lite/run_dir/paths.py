@@ -26,7 +26,7 @@ SERVERS_DIR = "servers"  # NAME.json: a running server; NAME.unhealthy: it must 
 CONTROLLER_FILE = "controller.json"  # address of the controller
 CONTROLLER_STATUS_FILE = "controller_status.json"  # what the controller has and waits for
 TOTALS_FILE = "controller_totals.json"  # what the controller counted, written when it ends
-OPENAI_ENDPOINT_FILE = "openai_endpoint.json"  # address of the agents' endpoint
+QUARANTINE_FILE = "quarantine.json"  # prompts that are not asked again, and why
 
 SLURM_JOB_FILE = "job.sbatch"  # the Slurm job
 STOP_FILE = "stop"  # asks the run to stop after its step

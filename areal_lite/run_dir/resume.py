@@ -48,7 +48,6 @@ TRAINER_RUNS = "trainer-runs"
 CONTROLLER_FILES = (
     paths.CONTROLLER_FILE,
     paths.CONTROLLER_STATUS_FILE,
-    paths.OPENAI_ENDPOINT_FILE,
     f"{paths.HEARTBEATS_DIR}/controller",
 )
 """Addresses and states of a controller that is gone."""

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -10,14 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.config import ServerConfig, SyncConfig, save_config
-from areal_lite.controller.evaluation import Interval, Scores, pooled, score_problems
+from areal_lite.controller.evaluation import (
+    Interval,
+    Scores,
+    failed_answers,
+    pooled,
+    score_problems,
+)
 from areal_lite.controller.sources import Dependencies, open_sources
 from areal_lite.data.model_folder import check_model_folder
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.launch import preflight
 from areal_lite.launch.roles import RoleFailed
 from areal_lite.launch.server_pool import ServerPool, server_pool
-from areal_lite.rollout.episode import load_workflow, started
 from areal_lite.run_dir.paths import SUMMARY_FILE
 from areal_lite.run_dir.resume import lock_run_dir, remove_files
 from areal_lite.servers.client import SGLangClient
@@ -99,17 +105,10 @@ async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:
             clock=time.time,
         )
         for name, source in sources.items():
-            workflow = load_workflow(source.config.rollout)
-            async with started(workflow, source.config):
-                scores[name] = await score_problems(
-                    source,
-                    dependencies,
-                    fleet,
-                    workflow,
-                    config.problems,
-                    config.samples,
-                    f"eval{name}",
-                )
+            counts = (config.problems, config.samples)
+            scores[name] = await score_problems(
+                source, dependencies, fleet, *counts, f"eval{name}", Counter()
+            )
     _report(config, run_dir, scores)
 
 
@@ -125,6 +124,8 @@ def _report(config: EvalCommandConfig, run_dir: Path, scores: Mapping[str, Score
         print(_row("greedy", record["greedy"], record["greedy_interval"]))
         for k, share in record["pass_at_k"].items():
             print(_row(f"pass@{k}", share, record["pass_at_k_intervals"][k]))
+        if failures := failed_answers(record):
+            print(f"  {failures}")
     print(run_dir / SUMMARY_FILE)
 
 

@@ -90,6 +90,7 @@ GROUPS = {
         "reward_failures": "trajectories without a reward, since the controller started",
         "filtered_groups": "groups that a filter left out, in all",
         "retired_prompts": "prompts that are solved and no longer asked",
+        "quarantined_prompts": "prompts that are no longer asked: their episodes hung or crashed",
         "resting_prompts": "prompts that nothing solved and that this epoch leaves out",
         "store_mib": "size of the store's file, in MiB",
         "store_bytes_per_token": "bytes of tokens, log-probs, texts and routes of the step before "

@@ -225,8 +225,12 @@ class Stopwatch:
 
 
 def patience_s(config: TrainConfig) -> float:
-    """Return how long to wait for the controller, whose answer may need a server to start first."""
-    return config.server.start_timeout_s + config.trainer.batch_timeout_s
+    """Return how long to wait for the controller.
+
+    Its answer may need a server to start first, and an episode that is given up at last.
+    """
+    waits = config.server.start_timeout_s, config.rollout.episode_timeout_s
+    return sum(waits) + config.trainer.batch_timeout_s
 
 
 def proximal_record(step: int, batch: TrainBatch, prox: np.ndarray) -> dict[str, Any]:

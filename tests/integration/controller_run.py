@@ -45,12 +45,13 @@ class Run:
             setattr(getattr(config, part), name, value)
         path.mkdir(exist_ok=True)
         save_config(config, path)
+        self.folders: list[Path] = []  # with more modules
         self.processes: dict[str, subprocess.Popen] = {}
         self.clients: list[ControllerClient] = []
 
     def start(self, name: str, *command: str) -> subprocess.Popen:
         environment = os.environ | {
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *self.folders))),
             **dying_with_me(),
             "OMP_NUM_THREADS": "1",
         }

@@ -389,21 +389,18 @@ def test_agents_in_the_real_controller(run) -> None:
                 # rollout.max_new_tokens=40 bounds everything that follows the prompt.
                 left = int(edges[0][0]) + 40 - first
                 assert tokens[first:after] == completion(tokens[:first], min(8, left)), turn
-        announced = json.loads((r.path / "openai_endpoint.json").read_text())
-        assert announced["base_url"].startswith("http://127.0.0.1:")
         push(client, step + 1, "in_place")
     client.finish()
     assert r.processes["controller"].wait(20) == 0
-    assert not (r.path / "openai_endpoint.json").exists()
 
 
 def test_an_agent_that_raises_costs_its_trajectory_only(run) -> None:
     r = run("fails_often", reward__function="tests.integration.toy_reward:always")
     r.start_server()
     client = r.start_controller()
-    _, info = client.batch(0, 0, 1)
-    assert info["failed_rollouts"] > 0
-    assert "KeyError: 'odd'" in r.log()
+    client.batch(0, 0, 1)
+    r.wait_for("KeyError: 'odd'")
+    assert client.finish()["workflow_failures"] > 0
 
 
 @pytest.mark.slow

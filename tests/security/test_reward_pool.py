@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_lite.rewards.pool import RewardError, RewardPool
+from areal_lite.rewards.pool import RewardPool
 from areal_lite.rewards.program import parse_tests
+from areal_lite.workers.pool import TaskFailed
 
 REWARDS = """
 import asyncio, fractions, os, struct, subprocess, sys, tempfile, time
@@ -126,7 +127,7 @@ def scores(
                 try:
                     async with asyncio.timeout(30):
                         results.append(await pool.score(sample, answer))
-                except RewardError as error:
+                except TaskFailed as error:
                     results.append(error.reason)
         return results
 
@@ -267,7 +268,7 @@ def test_a_program_must_be_stopped_before_the_pool_stops_it() -> None:
 
     async def main() -> None:
         async with RewardPool("areal_lite.rewards.program:program_reward", timeout_s=3.0) as pool:
-            with pytest.raises(RewardError, match="time_limit_s=5 must be less than"):
+            with pytest.raises(TaskFailed, match="time_limit_s=5 must be less than"):
                 await pool.score("pass", "assert True")
             slow = '{"tests": "assert True", "time_limit_s": 0.5}'
             assert await pool.score("while True: pass", slow) == 0.0

@@ -1,16 +1,12 @@
 """Any agent code as a workflow, by an HTTP endpoint that records its requests."""
 
-import asyncio
 import inspect
 import logging
-from pathlib import Path
 
 from areal_lite.config import TrainConfig
 from areal_lite.extensions import load_object
 from areal_lite.rollout.endpoint.server import AgentEndpoint
 from areal_lite.rollout.episode import Episode
-from areal_lite.run_dir.paths import OPENAI_ENDPOINT_FILE
-from areal_lite.system.files import write_json
 from areal_lite.trajectory import Trajectory
 
 
@@ -19,17 +15,16 @@ class Agent:
 
     The API key belongs to the episode. The requests under it are one conversation or up to
     `max_traces`, each of which becomes a trace. The agent returns a reward, or None to have the
-    reward function score the last answer. An agent that raises or takes longer than `timeout_s` per
-    episode loses it. If a budget was used up, it leaves the traces that it has instead.
+    reward function score the last answer. An agent that raises loses its episode. If a budget was
+    used up, it leaves the traces that it has instead.
 
-    The endpoint listens on `host:port`. Port 0 picks a free one, and
-    `<run_dir>/openai_endpoint.json` says which.
+    Each worker process has an endpoint, on the first free port of `host` from `port` on; 0 picks
+    any free port.
     """
 
     def __init__(
         self,
         agent: str,
-        timeout_s: float = 1800.0,
         max_traces: int = 16,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -39,16 +34,14 @@ class Agent:
         self._agent = load_object("rollout.workflow_args.agent", agent)
         if not inspect.iscoroutinefunction(self._agent):
             raise ValueError(
-                f"{agent} must be an `async def`: a plain function would block the controller."
-                " Wrap it in asyncio.to_thread"
+                f"{agent} must be an `async def`: a plain function would block all agents of its"
+                " process. Wrap it in asyncio.to_thread"
             )
-        self._timeout_s = timeout_s
         self._max_traces = max_traces
         self._endpoint = AgentEndpoint(host, port)
-        self._announcement: Path | None = None
 
     async def start(self, config: TrainConfig) -> None:
-        """Start the endpoint and write its address into the run directory."""
+        """Start the endpoint."""
         # This import takes seconds, during which the first request would block all others.
         import transformers.utils.chat_template_utils  # noqa: F401
 
@@ -57,19 +50,14 @@ class Agent:
             logging.getLogger(name).setLevel(logging.WARNING)
         most_first = config.data.max_prompt_tokens
         await self._endpoint.start(most_first + config.rollout.max_new_tokens, most_first)
-        self._announcement = Path(config.run_dir, OPENAI_ENDPOINT_FILE)
-        write_json(self._announcement, {"base_url": self._endpoint.base_url})
 
     async def close(self) -> None:
-        if self._announcement:
-            self._announcement.unlink(missing_ok=True)
         await self._endpoint.close()
 
     async def __call__(self, episode: Episode) -> list[Trajectory]:
         with self._endpoint.conversations(episode, self._max_traces) as (api_key, conversations):
             try:
-                async with asyncio.timeout(self._timeout_s):
-                    reward = await self._agent(self._endpoint.base_url, api_key, episode.prompt)
+                reward = await self._agent(self._endpoint.base_url, api_key, episode.prompt)
             except Exception:
                 # An agent may raise when we refuse a request because a budget is used up.
                 if not conversations.truncated:

@@ -1,20 +1,20 @@
 """Several turns: a function of the user replies to each answer, or ends the episode."""
 
 import asyncio
-import inspect
 from numbers import Real
 
 from areal_lite.data.tokenizer import Message
 from areal_lite.extensions import load_object
 from areal_lite.rollout.episode import Episode, Transcript
 from areal_lite.trajectory import Trajectory
+from areal_lite.workers.marks import called
 
 
 class MultiTurn:
     """A conversation between the policy and a function `feedback(prompt, answers)`.
 
-    `feedback` is `module:function`, async or plain and quick. It gets all answers so far and
-    returns
+    `feedback` is `module:function`. A plain function runs in a thread. It gets all answers so far
+    and returns
       * a text, which becomes the user's next message;
       * None, to end the episode;
       * a number, to end the episode with this reward.
@@ -34,9 +34,7 @@ class MultiTurn:
         answers: list[str] = []
         while True:
             answers.append(await transcript.sample_text())
-            reply = self._feedback(episode.prompt, list(answers))
-            if inspect.isawaitable(reply):
-                reply = await reply
+            reply = await called(self._feedback, episode.prompt, list(answers))
             if isinstance(reply, Real):
                 return transcript.trajectory(float(reply))
             if (

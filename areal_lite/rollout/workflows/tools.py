@@ -13,7 +13,6 @@ policy may learn from it.
 
 import ast
 import asyncio
-import inspect
 import operator
 import os
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,7 @@ from areal_lite.extensions import load_object
 from areal_lite.rewards.sandbox.run import Limits, SandboxError, run_python
 from areal_lite.rollout.episode import Episode, Transcript
 from areal_lite.trajectory import Trajectory
+from areal_lite.workers.marks import called
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
@@ -79,9 +79,9 @@ class Tools:
     """A conversation between the policy and its tools.
 
     Args:
-        tools: `calculator`, `python`, or `module:function` of your own, async or plain and quick. A
-            function needs type hints and a Google-style docstring, from which its JSON schema for
-            the chat template is made.
+        tools: `calculator`, `python`, or `module:function` of your own, which runs in a thread
+            unless it is async. It needs type hints and a Google-style docstring, from which its
+            JSON schema for the chat template is made.
         max_turns: answers of the policy after which the episode ends.
         max_characters: a tool's result is cut to this length.
     """
@@ -129,8 +129,7 @@ class Tools:
         if call.name not in self._functions:
             return f"error: there is no tool {call.name!r}, only {', '.join(self._functions)}"
         try:
-            result = self._functions[call.name](**call.arguments)
-            return str(await result if inspect.isawaitable(result) else result)
+            return str(await called(self._functions[call.name], **call.arguments))
         except SandboxError:
             raise
         except Exception as error:  # a tool may raise anything over arguments that a policy wrote

@@ -13,7 +13,9 @@ from dataclasses import replace
 import numpy as np
 
 from areal_lite.data.sampler import PromptSampler, SourceOrder
+from areal_lite.run_dir.paths import QUARANTINE_FILE
 from areal_lite.run_dir.store_format import NOT_KEPT, check_sums, from_row
+from areal_lite.system.files import read_json
 from areal_lite.tools.audit.records import Check, Records, Settings, some
 from areal_lite.tools.formatting import counted
 from areal_lite.tools.store_columns import DRAW_FAULTS, GROUP_FAULTS, Chunk, ColumnReader, Groups
@@ -172,11 +174,13 @@ def check_prompts(groups: Groups, records: Records, store: ColumnReader) -> Chec
         groups.ids[fresh][groups.prompt[fresh] != expected].tolist(),
         f"groups whose prompt is not the next one of seed={records.config['seed']}",
     )
-    left_out = np.setdiff1d(sampler.indices_at(skipped - 1), _asked_less(records, store))
+    held = _quarantine(records)
+    left_out = np.setdiff1d(sampler.indices_at(skipped - 1), [*_asked_less(records, store), *held])
     check.none_of(left_out.tolist(), "skipped prompts that were neither retired nor resting")
     if records.config["rollout.retire_above"] is None:
         lost = _lost(groups, fresh, dropped, place, pending)
-        check.none_of(prompts[lost].tolist(), "prompts that were put back and forgotten")
+        forgotten = np.setdiff1d(prompts[lost], held)
+        check.none_of(forgotten.tolist(), "prompts that were put back and forgotten")
     return check
 
 
@@ -198,6 +202,13 @@ def _orders(settings: Settings, store: ColumnReader) -> list[SourceOrder]:
         order = SourceOrder(None, settings["seed"], own.get("weight", 1), name)
         orders.append(replace(order, num_prompts=sizes.get(order.total_name)))
     return orders
+
+
+def _quarantine(records: Records) -> list[int]:
+    """Return the prompts that were not asked again because their episodes failed."""
+    file = records.run_dir / QUARANTINE_FILE
+    lines = read_json(file).values() if file.is_file() else ()
+    return [line["prompt_index"] for line in lines if line["prompt_index"] is not None]
 
 
 def _asked_less(records: Records, store: ColumnReader) -> np.ndarray:

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from areal_lite.config import source_configs
-from areal_lite.run_dir.paths import STORE_FILE
+from areal_lite.run_dir.paths import QUARANTINE_FILE, STORE_FILE
+from areal_lite.system.files import read_json
 from areal_lite.tools.diagnose.history import History, Sign, alarm, finding, hint, limit
 from areal_lite.tools.report.run_data import Columns
 from areal_lite.tools.store_columns import ColumnReader
@@ -164,6 +165,22 @@ def reward_failures(run: History) -> Sign | None:
 )
 def workflow_failures(run: History) -> Sign | None:
     return _failures(run, "workflow_failures", " WARNING ")
+
+
+@finding(
+    "Prompts are in quarantine",
+    flag="quarantine.json has a prompt",
+    cause="its episodes hung, blocked their process or ended it, twice",
+    change="mend the code at the place that is named; raise `rollout.episode_timeout_s` if it only "
+    "takes long; remove quarantine.json to ask these prompts again",
+)
+def quarantine(run: History) -> Sign | None:
+    file = run.run_dir / QUARANTINE_FILE
+    held = read_json(file) if file.is_file() else {}
+    if not held:
+        return None
+    name, of = list(held.items())[-1]
+    return hint(f"{len(held)} prompts; the last: {name}: {of['failure']}")
 
 
 def _failures(run: History, key: str, mark: str) -> Sign | None:

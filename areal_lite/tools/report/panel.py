@@ -43,6 +43,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_lite.config import TrainConfig
+from areal_lite.controller.evaluation import failed_answers
 from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase
 from areal_lite.system.processes import visible
 from areal_lite.tools.formatting import duration, pause, short
@@ -359,7 +360,9 @@ def train_view(state: RunState) -> View:
     waits = {"trainer": _trainer(state)} | ({} if without_servers else {"servers": _servers(state)})
     if state.status and state.status.evaluating:
         versions = ", ".join(map(str, state.status.evaluating))
-        waits["evaluation"] = f"of step {versions} in progress"
+        waits["evaluation"] = f"of step {versions}: {state.status.evaluated} answers"
+    if state.status and state.status.longest_wait:
+        waits["longest"] = state.status.longest_wait
     return View(
         title=f"training · {state.config.run_dir}",
         unit="step",
@@ -406,6 +409,7 @@ def _learning(state: RunState) -> dict[str, str]:
         **{f"  {name}": _show(state.newest, f"reward_mean/{name}") for name in sources},
         "greedy accuracy": _accuracy(state.evaluation, "greedy"),
         "sampled accuracy": _accuracy(state.evaluation, "sampled"),
+        **({"evaluation": failures} if (failures := failed_answers(state.evaluation)) else {}),
     }
 
 

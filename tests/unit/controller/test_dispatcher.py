@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 
 from areal_lite.config import TrainConfig
-from areal_lite.controller import dispatcher as dispatcher_module
 from areal_lite.controller.dispatcher import Dispatcher
 from areal_lite.controller.sources import Dependencies
 from areal_lite.data.prompts import Prompt
-from areal_lite.rewards.pool import RewardError
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store import Store, StoreThread
 from areal_lite.servers.fleet import Completion, Session
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.trajectory import Group, Trajectory
+from areal_lite.workers.pool import TaskFailed
 from tests.unit.controller.one_source import one_source
 
 SERVER = ServerInfo(name="s0", url="http://x", api_key=None, tensor_parallel=1, pid=1)
@@ -84,7 +83,7 @@ class FakeRewards:
 
     async def score(self, completion: str, answer: str) -> float:
         if self.rng.random() < 0.2:
-            raise RewardError("timeout", "too slow")
+            raise TaskFailed("timeout", "too slow")
         return float(self.rng.random() < 0.5)
 
 
@@ -95,10 +94,9 @@ class Prompts:
         return Prompt(prompt_id=f"p{index}", text="?", answer="!", tokens=[1])
 
 
-async def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> RunReader:
+async def run(path: Path, seed: int) -> RunReader:
     """Train STEPS steps on what the dispatcher delivers, and drop some groups before use."""
     rng = random.Random(seed)
-    monkeypatch.setattr(dispatcher_module, "load_workflow", lambda config: FakeWorkflow(rng))
     config = TrainConfig(model="m", run_dir="r")
     config.rollout.group_size = SIZE
     config.rollout.filters = ["zero_variance"]
@@ -115,6 +113,7 @@ async def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> RunRead
             tokenizer=SimpleNamespace(eos_ids=(1,), vocab_size=98, decode=lambda tokens: "text"),
             store=thread,
             clock=lambda: 0.0,
+            workflow=FakeWorkflow(rng),
         ),
         fleet,
         delivered.append,
@@ -158,8 +157,8 @@ async def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> RunRead
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_submitted_group_ends_exactly_once(tmp_path, monkeypatch, seed: int) -> None:
-    store = asyncio.run(run(tmp_path / "store.sqlite", seed, monkeypatch))
+def test_every_submitted_group_ends_exactly_once(tmp_path, seed: int) -> None:
+    store = asyncio.run(run(tmp_path / "store.sqlite", seed))
     groups = {row["group_id"]: row for row in store.groups()}
     assert sorted(groups) == list(range(len(groups)))
     traces = list(store.trajectories())

@@ -1,9 +1,12 @@
 """Active sampling: what is filtered."""
 
+import asyncio
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from areal_lite.controller.dispatcher import first_reason, load_filters, zero_variance
+from areal_lite.controller.dispatcher import first_reason, zero_variance
 from areal_lite.trajectory import Group, Trajectory
 
 
@@ -29,10 +32,6 @@ def group(*rewards: float) -> Group:
     )
 
 
-def all_right(group: Group) -> str | None:
-    return "all_right" if all(t.reward == 1 for t in group.trajectories) else None
-
-
 @pytest.mark.parametrize(
     "rewards, reason", [((0, 0), "zero_variance"), ((0, 1), None), ((0.5,), "zero_variance")]
 )
@@ -41,29 +40,20 @@ def test_zero_variance(rewards, reason) -> None:
 
 
 def test_filters_are_asked_in_order() -> None:
-    filters = load_filters(["tests.unit.controller.test_filters:all_right"])
-    assert (
-        first_reason(filters, group(1, 1)) == "all_right"
-        and first_reason(filters, group(0, 0)) is None
-    )
-    filters = load_filters(["zero_variance", "tests.unit.controller.test_filters:all_right"])
-    assert (
-        first_reason(filters, group(1, 1)) == "zero_variance"
-        and first_reason(filters, group(0, 1)) is None
-    )
+    asked = []
 
+    class Workers:
+        async def judge(self, name: str, group: Group) -> str | None:
+            asked.append(name)
+            return "all_right" if all(t.reward == 1 for t in group.trajectories) else None
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tests.unit.controller.test_filters",
-        "no.such.module:f",
-        "tests.unit.controller.test_filters:nothing",
-        ":f",
-        "",
-        "string:digits",
-    ],
-)
-def test_an_unusable_filter_is_named(name: str) -> None:
-    with pytest.raises(ValueError, match="rollout.filters"):
-        load_filters(["zero_variance", name])
+    def first(filters: list[str], *rewards: float) -> str | None:
+        return asyncio.run(
+            first_reason(filters, group(*rewards), SimpleNamespace(episodes=Workers()))
+        )
+
+    assert first(["own:right"], 1, 1) == "all_right" and first(["own:right"], 0, 0) is None
+    assert first(["own:right", "zero_variance"], 0, 0) == "zero_variance"
+    assert len(asked) == 3
+    assert first(["zero_variance", "own:right"], 1, 1) == "zero_variance" and len(asked) == 3
+    assert first(["zero_variance", "own:right"], 0, 1) is None and len(asked) == 4

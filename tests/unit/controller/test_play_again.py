@@ -31,11 +31,6 @@ from tests.unit.controller.test_dispatcher import FakeFleet
 from tests.unit.controller.test_recover import group, new_store
 
 STEPS, BATCH, SIZE = 6, 3, 2
-WORLDS: list["World"] = []  # the last one is the one that runs
-
-
-async def play(episode) -> Trajectory:
-    return await WORLDS[-1].play(episode)
 
 
 class Prompts:
@@ -67,12 +62,10 @@ class World:
         config.rollout.group_size = SIZE
         config.rollout.max_concurrent = 2 * SIZE
         config.rollout.filters = ["zero_variance"]
-        config.rollout.workflow = f"{__name__}:play"
         config.trainer.batch_groups, config.trainer.steps = BATCH, STEPS
         config.buffer.max_staleness = 0
         config.server.deterministic = deterministic
         self.config = config
-        WORLDS.append(self)
 
     async def play(self, episode) -> Trajectory:
         version = self.dispatcher.admission.version
@@ -110,6 +103,7 @@ class World:
                 tokenizer=tokenizer,
                 store=thread,
                 clock=lambda: 0.0,
+                workflow=self.play,
             ),
             FakeFleet(),
             deliver,

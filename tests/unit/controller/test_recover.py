@@ -301,7 +301,6 @@ def test_a_run_dir_is_locked_and_cleaned(tmp_path) -> None:
     stale = [
         "stop",
         "controller.json",
-        "openai_endpoint.json",
         "summary.json",
         "servers/server-0.json",
         "servers/server-0.unhealthy",

@@ -13,8 +13,10 @@ import psutil
 import pytest
 import uvloop
 
-from areal_lite.rewards.pool import RewardError, RewardPool, Sample
-from areal_lite.rewards.worker import Reply, load_reward_function
+from areal_lite.rewards.pool import RewardPool
+from areal_lite.rewards.worker import load_reward_function
+from areal_lite.workers.pool import Task, TaskFailed
+from areal_lite.workers.process import Done, Failed
 from tests.processes import running
 
 BAD_REWARDS = '''
@@ -104,20 +106,20 @@ class ObservedPool(RewardPool):
 
     def __init__(self, function: str, **settings) -> None:
         super().__init__(function, **settings)
-        self.replies: list[Reply] = []
+        self.replies: list[Done | Failed] = []
 
-    def settle(self, sample: Sample, reply: Reply) -> None:
+    def settle(self, task: Task, reply: Done | Failed) -> None:
         self.replies.append(reply)
-        super().settle(sample, reply)
+        super().settle(task, reply)
 
     def reasons(self) -> Counter[str | None]:
-        return Counter(reply.reason for reply in self.replies)
+        return Counter(getattr(reply, "reason", None) for reply in self.replies)
 
 
 async def outcome(pool: RewardPool, completion: str, answer: str = "") -> float | str:
     try:
         return await pool.score(completion, answer)
-    except RewardError as error:
+    except TaskFailed as error:
         return error.reason
 
 
@@ -291,7 +293,7 @@ def test_a_pool_without_workers_raises(run, tmp_path: Path, monkeypatch) -> None
             assert await waiting[0] == "died"
             with pytest.raises(RuntimeError, match="broken since"):
                 await waiting[1]
-            with pytest.raises(RuntimeError, match="no reward worker is left"):
+            with pytest.raises(RuntimeError, match="no worker of bad_rewards:act is left"):
                 await pool.score("fine", "")
 
     run(main())

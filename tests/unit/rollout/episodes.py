@@ -10,7 +10,7 @@ import numpy as np
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart.make_model import build_char_tokenizer
-from areal_lite.rollout.episode import Episode, Workflow, WorkflowRun
+from areal_lite.rollout.episode import Episode, Workflow, is_grouped, play
 from areal_lite.routes import ExpertLayout
 from areal_lite.servers.client import GenerationChunk, SamplingParams, ServerFailed
 from areal_lite.servers.fleet import Fleet, Session
@@ -149,7 +149,23 @@ async def playing(
         watching.cancel()
 
 
+class WorkflowFailed(Exception):
+    """An episode has no traces."""
+
+
 def played(workflow: Workflow, episodes: list[Episode]) -> list[Awaitable[list[Trajectory]]]:
-    """Play a group; each awaitable gives the traces of one episode."""
-    run = WorkflowRun(workflow, episodes)
-    return [run.traces(index) for index in range(len(episodes))]
+    """Play a group; each awaitable gives the traces of one episode, or raises WorkflowFailed."""
+    together: list[asyncio.Future] = []
+
+    async def traces(index: int) -> list[Trajectory]:
+        if is_grouped(workflow):
+            if not together:
+                together.append(asyncio.ensure_future(play(workflow, episodes)))
+            result = (await together[0])[index]
+        else:
+            (result,) = await play(workflow, [episodes[index]])
+        if isinstance(result, str):
+            raise WorkflowFailed(result)
+        return result.traces
+
+    return [traces(index) for index in range(len(episodes))]

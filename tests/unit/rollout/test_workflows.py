@@ -16,7 +16,6 @@ from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rollout.episode import (
     Transcript,
-    WorkflowFailed,
     grouped,
     load_workflow,
     sampled_turns,
@@ -29,6 +28,7 @@ from areal_lite.trajectory import Trajectory
 from tests.unit.rollout.episodes import (
     SERVERS,
     Scripted,
+    WorkflowFailed,
     chat_prompt,
     played,
     playing,

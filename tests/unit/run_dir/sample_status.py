@@ -17,4 +17,5 @@ STATUS = ControllerStatus(
     servers_ready=1,
     servers_announced=2,
     evaluating=[4],
+    evaluated="118 of 400",
 )

@@ -179,6 +179,15 @@ def test_a_failure_is_the_only_finding(
     assert number in the_only(make_run(tmp_path / "run", **series), name, severity)
 
 
+def test_prompts_in_quarantine_are_found(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    held = {"p7": {"prompt_index": 7, "failure": "it hung at my.py:3 in f", "lasts": True}}
+    (run_dir / "quarantine.json").write_text(json.dumps(held))
+    assert "1 prompts; the last: p7: it hung at my.py:3 in f" in the_only(
+        run_dir, "quarantine", HINT
+    )
+
+
 def test_restarts_of_the_controller_and_the_trainer_are_found(tmp_path: Path) -> None:
     again = (
         "2026-01-01 00:00:00 the trainer exited with status 9:\n  its last lines\n"

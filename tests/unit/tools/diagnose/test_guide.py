@@ -15,7 +15,7 @@ from tests.unit.tools.report.recorded_run import unpack
 # The run is also older than some metrics.
 CONDITIONAL = {"mismatch_square", "stale_square", "server_lag"}
 CONDITIONAL |= {"passed_groups", "straggler_wait_s", "reference_kl", "routes_changed"}
-CONDITIONAL |= {"adapter_share", "drain_s", "extreme_ratios"}
+CONDITIONAL |= {"quarantined_prompts", "adapter_share", "drain_s", "extreme_ratios"}
 CONDITIONAL |= {"value", "value_error", "value_explained", "value_clip_fraction"}
 CONDITIONAL |= {"critic_loss", "critic_grad_norm", "critic_lr", "critic_skipped"}
 CONDITIONAL |= {"store_mib", "store_bytes_per_token", "traces_mean", "epochs", "resting_prompts"}

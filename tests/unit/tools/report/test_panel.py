@@ -375,7 +375,7 @@ def test_every_number_of_a_run():
         "behavior weight": "mean 0.98, max 1.31",
         "trainer": WAITS,
         "servers": "generate: 15 requests, evaluation included",
-        "evaluation": "of step 4 in progress",
+        "evaluation": "of step 4: 118 of 400 answers",
     }
 
 

@@ -1,0 +1,244 @@
+"""A process that plays episodes: `python -m areal_lite.rollout.worker` (workers/process.py).
+
+It runs the code of the user that makes trajectories: workflows with their tools and agents, filters
+and prompts. Many episodes share its event loop, and each has `rollout.episode_timeout_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
+from itertools import count
+from typing import Any
+
+import msgspec
+import numpy as np
+import uvloop
+
+from areal_lite.config.data import Sampled
+from areal_lite.data.prompts import Prompt, PromptSet, Split, load_prompts
+from areal_lite.data.tokenizer import Tokenizer
+from areal_lite.extensions import load_object
+from areal_lite.rollout.episode import Episode, is_grouped, load_workflow, play, started
+from areal_lite.servers.client import SamplingParams
+from areal_lite.servers.fleet import Completion
+from areal_lite.system.processes import steady_time
+from areal_lite.trajectory import Group
+from areal_lite.workers.marks import REQUEST, marks, waiting_at
+from areal_lite.workers.process import (
+    Answer,
+    Ask,
+    Beat,
+    Cancel,
+    Done,
+    Failed,
+    Pipes,
+    Ready,
+    Refused,
+    Request,
+    fork_worker,
+    pack,
+    short_text,
+    unpack,
+)
+
+_BEAT_S = 1.0
+# A cancelled task has so long to end by itself.
+_GRACE_S = 2.0
+
+
+class Setup(msgspec.Struct):
+    """What a worker serves: the workflow, the filters and the splits of prompts of a source.
+
+    `config` has the settings of the source, a pickled `Sampled`. A worker that is silent for
+    `silence_s` is killed.
+    """
+
+    config: bytes
+    filters: list[str]
+    splits: list[Split]
+    silence_s: float
+
+
+class Play(msgspec.Struct, tag=True):
+    """Play the episodes `samples` of a group."""
+
+    group_id: int
+    samples: list[int]
+    prompt: Prompt
+    params: SamplingParams
+
+
+class FetchPrompt(msgspec.Struct, tag=True):
+    """Return a prompt of the user's own data."""
+
+    split: Split
+    index: int
+
+
+class Judge(msgspec.Struct, tag=True):
+    """Ask a filter for its reason to leave out a group."""
+
+    filter: str
+    group: Group
+
+
+class Complete(msgspec.Struct):
+    """Ask for a completion of `tokens` (int32 [n]) in the episode at a place in `Play.samples`."""
+
+    place: int
+    tokens: np.ndarray
+    params: SamplingParams
+
+
+class EpisodeWorker:
+    """Answers the requests of a pool, all at the same time."""
+
+    def __init__(self, pipes: Pipes, setup: Setup):
+        """Load what it serves. Raises ValueError if something cannot be used."""
+        self._pipes = pipes
+        self._silence_s = setup.silence_s
+        # From the pool's own process, over a pipe.
+        self._config: Sampled = pickle.loads(setup.config)
+        config = self._config
+        self._limit_s = config.rollout.episode_timeout_s
+        self._tokenizer = Tokenizer(config.model, config.data.chat_template_kwargs)
+        self._workflow = load_workflow(config.rollout)
+        self._filters = {name: load_object("rollout.filters", name) for name in setup.filters}
+        self._prompts: Mapping[Split, PromptSet] = {
+            split: load_prompts(config.data, config.model, split, config.reward.function)
+            for split in setup.splits
+        }
+        self._closed = asyncio.Event()
+        self._calls = count()
+        self._answers: dict[int, asyncio.Future[Answer | Refused]] = {}
+        # The supervisors and the tasks of the requests, the oldest first.
+        self._running: dict[int, tuple[asyncio.Task[None], asyncio.Task[Any]]] = {}
+
+    async def serve(self) -> None:
+        """Answer requests until the pool closes its pipe."""
+        loop = asyncio.get_running_loop()
+        marks.install(loop)
+        try:
+            async with started(self._workflow, self._config):
+                sizes = {s: (p.num_prompts, p.num_too_long) for s, p in self._prompts.items()}
+                grouped = is_grouped(self._workflow)
+                self._pipes.send(Ready(facts={"grouped": grouped, "prompts": sizes}))
+                loop.add_reader(self._pipes.input, self._receive)
+                while not self._closed.is_set():
+                    marks.watch(0.9 * self._silence_s)
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._closed.wait(), _BEAT_S)
+                    self._pipes.send(self._beat())
+        except Exception as error:
+            self._pipes.send(Ready(error=short_text("{}: {}", type(error).__name__, error)))
+
+    def _beat(self) -> Beat:
+        oldest = next(iter(self._running), 0)
+        return Beat(oldest=oldest, where=waiting_at(self._running[oldest][1]) if oldest else "")
+
+    def _receive(self) -> None:
+        messages = self._pipes.receive()
+        if messages is None:
+            asyncio.get_running_loop().remove_reader(self._pipes.input)
+            self._closed.set()
+        for message in messages or ():
+            if isinstance(message, Request):
+                context = copy_context()
+                context.run(REQUEST.set, message.number)
+                work = asyncio.get_running_loop().create_task(
+                    self._result(message), context=context
+                )
+                supervisor = asyncio.create_task(self._supervise(message, work))
+                self._running[message.number] = supervisor, work
+            elif isinstance(message, Answer | Refused):
+                answer = self._answers.pop(message.call)
+                if not answer.done():
+                    answer.set_result(message)
+            elif isinstance(message, Cancel) and message.number in self._running:
+                for task in self._running[message.number]:
+                    task.cancel()
+
+    async def _supervise(self, request: Request, work: asyncio.Task[msgspec.Raw]) -> None:
+        """Wait for the result of a request, at most for its time, and send it."""
+        number = request.number
+        began, reason, detail = time.perf_counter(), "exception", "nobody waits for it"
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([work], timeout=request.limit_s)
+            reason, detail = "timeout", f"it took longer than {self._limit_s:g} s"
+        if expired := not work.done():
+            detail += f" (rollout.episode_timeout_s), at {waiting_at(work)}"
+            work.cancel()
+            await asyncio.wait([work], timeout=_GRACE_S)
+        is_stuck = not work.done() or marks.is_marked(number)
+        del self._running[number]
+        result: dict[str, Any] = {"number": number, "seconds": time.perf_counter() - began}
+        if not expired and not work.cancelled() and work.exception() is None:
+            self._pipes.send(Done(**result, body=work.result()))
+            return
+        if not expired:
+            error = asyncio.CancelledError() if work.cancelled() else work.exception()
+            reason, detail = "exception", short_text("{}: {}", type(error).__name__, error)
+            if isinstance(error, MemoryError):  # what leaked stays
+                is_stuck, reason = True, "died"
+        self._pipes.send(Failed(**result, reason=reason, detail=detail, is_stuck=is_stuck))
+
+    async def _result(self, request: Request) -> msgspec.Raw:
+        """Do what a request asks for."""
+        kind: Any = Play | FetchPrompt | Judge
+        body: Play | FetchPrompt | Judge = unpack(request.body, kind)
+        if isinstance(body, Play):
+            return pack(await play(self._workflow, self._episodes(request.number, body)))
+        if isinstance(body, FetchPrompt):
+            return pack(self._prompts[body.split][body.index])
+        reason = self._filters[body.filter](body.group)
+        if not isinstance(reason, str | None):
+            raise TypeError(f"{body.filter} returned {reason!r:.100}, not a text or None")
+        return pack(reason)
+
+    def _episodes(self, number: int, body: Play) -> list[Episode]:
+        return [
+            Episode(
+                prompt=body.prompt,
+                sample_index=sample,
+                group_id=body.group_id,
+                tokenizer=self._tokenizer,
+                params=body.params,
+                clock=steady_time,
+                complete=partial(self._complete, number, place),
+            )
+            for place, sample in enumerate(body.samples)
+        ]
+
+    async def _complete(
+        self, number: int, place: int, tokens: np.ndarray, params: SamplingParams
+    ) -> Completion:
+        """Ask the pool for a completion. Raises ValueError if the servers refuse it."""
+        call = next(self._calls)
+        answer = self._answers[call] = asyncio.get_running_loop().create_future()
+        question = pack(Complete(place, tokens, params))
+        self._pipes.send(Ask(number=number, call=call, body=question))
+        answered = await answer
+        if isinstance(answered, Refused):
+            raise ValueError(answered.error)
+        return unpack(answered.body, Completion)
+
+
+def main() -> None:
+    fork_worker()
+    pipes = Pipes()
+    try:
+        worker = EpisodeWorker(pipes, pipes.setup(Setup))
+    except Exception as error:  # a user's module may raise anything
+        pipes.send(Ready(error=short_text("{}", error)))
+        return
+    uvloop.run(worker.serve())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Marks of the work that a process executes, in memory that it shares with its pool (pool.py).
+
+The event loop executes the tasks of many requests in turn. `install` makes it mark each of their
+steps, so that the pool knows whose step killed the process or did not end. Plain functions run in
+threads (`in_thread`), and each thread has a mark of its own. A step that ends with SystemExit or
+KeyboardInterrupt raises RuntimeError, because asyncio would end the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import inspect
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
+from itertools import count
+from types import FrameType
+from typing import Any
+
+from areal_lite.workers.process import ENV_MARKS, MARKS, MARKS_BYTES, NUM_MARKS, place_of
+
+REQUEST: ContextVar[int] = ContextVar("request", default=0)
+"""The number of the request for which the present code runs."""
+
+_MARK = struct.Struct("<q")
+_NONE = _MARK.pack(0)
+
+
+class Marks:
+    """The shared memory: the mark of the event loop, and one for each thread."""
+
+    def __init__(self, file: int | None = None):
+        self._file = file
+        self._memory = mmap.mmap(-1 if file is None else file, MARKS_BYTES)
+        self._slots = count(1)
+        self._thread = threading.local()
+        self._threads = ThreadPoolExecutor(NUM_MARKS - 1, initializer=self._take_slot)
+
+    def _take_slot(self) -> None:
+        self._thread.slot = next(self._slots)
+
+    def set(self, number: int, slot: int = 0) -> None:
+        self._memory[slot * 8 : slot * 8 + 8] = _MARK.pack(number) if number else _NONE
+
+    def is_marked(self, number: int) -> bool:
+        """Return whether a thread executes something of request `number`."""
+        return number in MARKS.unpack(self._memory[:])[1:]
+
+    async def in_thread(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a plain function in a thread."""
+        number = REQUEST.get()
+
+        def call() -> Any:
+            self.set(number, self._thread.slot)
+            try:
+                return function(*args, **kwargs)
+            except StopIteration as error:  # a future cannot have it
+                raise RuntimeError("StopIteration") from error
+            finally:
+                self.set(0, self._thread.slot)
+
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, copy_context().run, call)
+
+    def install(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Mark the steps of all tasks that the event loop creates for requests.
+
+        If the process crashes, the stacks of its threads go to the file."""
+
+        def create(
+            loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, Any], **kwargs: Any
+        ) -> asyncio.Task[Any]:
+            context = kwargs.get("context")
+            number = REQUEST.get() if context is None else context.get(REQUEST, 0)
+            return asyncio.Task(
+                _Marked(coro, number, self) if number else coro, loop=loop, **kwargs
+            )
+
+        if self._file is not None:
+            os.lseek(self._file, MARKS_BYTES, os.SEEK_SET)
+            faulthandler.enable(self._file)
+        loop.set_task_factory(create)  # pyright: ignore[reportArgumentType]
+
+    def watch(self, seconds: float) -> None:
+        """Write the stacks of all threads to the file if this is not called again in time."""
+        if self._file is not None:
+            os.lseek(self._file, MARKS_BYTES, os.SEEK_SET)
+            faulthandler.dump_traceback_later(seconds, file=self._file)
+
+
+class _Marked(Coroutine[Any, Any, Any]):
+    """A coroutine whose steps are marked. A copy of the process that a step makes ends with it."""
+
+    def __init__(self, inner: Coroutine[Any, Any, Any], number: int, marks: Marks):
+        self._inner, self._number, self._marks = inner, number, marks
+        self._pid = os.getpid()
+
+    def send(self, value: Any) -> Any:
+        return self._step(self._inner.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._step(self._inner.throw, *error)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._inner.__await__()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)  # cr_frame and the like
+
+    def _step(self, step: Callable[..., Any], *args: Any) -> Any:
+        self._marks.set(self._number)
+        try:
+            return step(*args)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        finally:
+            self._marks.set(0)
+            if os.getpid() != self._pid:
+                os._exit(0)
+
+
+marks = Marks(int(os.environ[ENV_MARKS]) if ENV_MARKS in os.environ else None)
+"""The marks of this process."""
+
+
+async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what a function of the user returns; a plain one runs in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    result = await marks.in_thread(function, *args, **kwargs)
+    return await result if inspect.isawaitable(result) else result
+
+
+def waiting_at(task: asyncio.Task[Any]) -> str:
+    """Return "file:line in function" where the user's code of a task waits, as far as known."""
+    frames: list[FrameType] = []
+    inner: Any = task.get_coro()
+    while (
+        frame := getattr(inner, "cr_frame", None) or getattr(inner, "gi_frame", None)
+    ) is not None:
+        frames.append(frame)
+        inner = getattr(inner, "cr_await", None) or getattr(inner, "gi_yieldfrom", None)
+    places = [(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames]
+    return place_of(places[::-1])

@@ -1,0 +1,575 @@
+"""Code of the user in worker processes: what hangs or crashes costs its own work, and no run.
+
+`WorkerPool.call` returns the result of a piece of work, a task, or raises TaskFailed with one of
+these reasons:
+  * `exception`: the code raised;
+  * `timeout`: it took too long, or did not let its process go on. What it started ends with it;
+  * `died`: its process ended (out of memory, `os._exit`), or wrote to the pool's pipe itself;
+  * `bad_result`: it returned something that cannot be used.
+
+A worker that says nothing for `silence_s` while it has work is killed, and a killed or dead worker
+is replaced. It takes with it the task that was executing; the others begin anew in another worker,
+and what the pool has answered them before is theirs again. Workers of a `sequential` pool execute
+one task after the other.
+
+Workers of another pool execute many at once, and write into shared memory (marks.py) which ones
+they are executing. If a worker dies and none is marked, or several are, each of them is suspected;
+it fails when that happens to it again and again. A worker that is late keeps the task that it is
+executing, and the others begin anew elsewhere before it is killed.
+
+If a replacement cannot start, the pool shrinks; an empty pool raises RuntimeError. Nothing of a
+process outlives the pool or the pool's own process (process.py). Start the pool in a thread that
+lasts: the kernel kills children with the thread that made them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import re
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from textwrap import indent
+from typing import Any, cast
+
+import msgspec
+
+from areal_lite.system.processes import dying_with_me, visible
+from areal_lite.workers.process import (
+    ENV_MARKS,
+    ENV_WORKERS,
+    MARKS,
+    MARKS_BYTES,
+    Answer,
+    Ask,
+    Beat,
+    Cancel,
+    Done,
+    Failed,
+    Ready,
+    Refused,
+    Request,
+    ToPool,
+    frame,
+    pack,
+    place_of,
+    short_text,
+    take_frames,
+)
+
+log = logging.getLogger(__name__)
+_START_TIMEOUT_S = 120.0
+_CLOSE_S = 5.0
+# A task that begins anew has at least so long.
+_LEAST_S = 1.0
+# Replies may have come while the event loop was busy: they are read before a time-out is believed.
+_RECHECK_S = 0.02
+LATE_S = 3.0
+"""A worker that executes many tasks at once gives a sign of life more often than this."""
+# A task fails when it was suspected so often, and stays with a late worker when it was moved.
+_MOST_SUSPECTED, _MOST_MOVED = 3, 2
+# What workers print goes to the log: at once so much, and then so much a second. Then they wait.
+_OUTPUT_BYTES, _OUTPUT_BYTES_PER_S = 1 << 20, 1 << 16
+_FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
+_DECODER = msgspec.msgpack.Decoder(ToPool)
+
+
+Asked = Callable[[msgspec.Raw], Awaitable[msgspec.Raw]]
+"""Answers a question of a task, or raises what the task is told."""
+
+
+class TaskFailed(Exception):
+    """A task has no result; `reason` is one of the module's list."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Task:
+    """A piece of work, with its body encoded, and the future of its result.
+
+    `ask` answers a question of it. `restarted` is called when it must begin anew.
+    """
+
+    number: int
+    body: msgspec.Raw
+    deadline: float
+    result: asyncio.Future[msgspec.Raw]
+    name: str
+    ask: Asked | None
+    restarted: Callable[[], None] | None
+    suspected: int = 0
+    moved: int = 0
+    asking: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class WorkerProcess(asyncio.SubprocessProtocol):
+    """One worker process.
+
+    `tasks` were sent to it, in order; in a sequential pool the first of them is executing. `ready`
+    resolves to an error message, or None if the worker can be used; `gone` resolves when the
+    process has ended.
+    """
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self._loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[str | None] = self._loop.create_future()
+        self.gone: asyncio.Future[None] = self._loop.create_future()
+        self.tasks: dict[int, Task] = {}
+        self.facts: dict[str, Any] = {}
+        self.oldest = Beat()
+        self.started = False
+        self._retired = False
+        self._was_late = False  # since its last sign of life
+        self.lingers = False  # it was late, and another one has its place
+        self._received = bytearray()
+        # When the current wait began: for Ready, or for a sign of life while it has tasks.
+        self.waiting_since = 0.0
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._output_left, self._output_at = float(_OUTPUT_BYTES), self._loop.time()
+
+    async def spawn(self) -> None:
+        """Start the process. It dies with the calling thread."""
+        self._file = tempfile.TemporaryFile()
+        self._file.truncate(MARKS_BYTES)
+        await self._loop.subprocess_exec(
+            lambda: self,
+            *(sys.executable, "-m", self._pool.module),
+            start_new_session=True,  # Ctrl-C reaches the pool's process only
+            pass_fds=(self._file.fileno(),),
+            env={
+                **os.environ,
+                **dying_with_me(),
+                **self._pool.environment,
+                ENV_MARKS: str(self._file.fileno()),
+                ENV_WORKERS: str(self._pool.size),
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            },
+        )
+
+    @property
+    def usable(self) -> bool:
+        serves = self.started and not self._retired and not self.lingers
+        return serves and self._transport.get_returncode() is None
+
+    @property
+    def is_late(self) -> bool:
+        """Return whether the process should have given a sign of life."""
+        return bool(self.tasks) and self._loop.time() - self.waiting_since > LATE_S
+
+    def send(self, task: Task) -> None:
+        self.tasks[task.number] = task
+        now = self._loop.time()
+        if len(self.tasks) == 1:
+            self.waiting_since = now
+            if self._watchdog is None:
+                self._watch()
+        limit_s = max(task.deadline - now, _LEAST_S)
+        self._stdin.write(frame(Request(number=task.number, body=task.body, limit_s=limit_s)))
+
+    def cancel(self, task: Task) -> None:
+        """Tell the process that nobody waits for its result of `task`."""
+        if task.number in self.tasks:
+            self._stdin.write(frame(Cancel(number=task.number)))
+
+    def finish(self) -> asyncio.Future[None]:
+        """Have the process end by itself, and return its `gone`. It gets no more tasks."""
+        self._retire()
+        self._stdin.close()
+        return self.gone
+
+    def stop(self) -> None:
+        """Kill the process and everything that it started; its tasks go back to the pool."""
+        self._retire()
+        self._kill()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._pool.workers.append(self)
+        self._transport = cast(asyncio.SubprocessTransport, transport)
+        self._stdin = cast(asyncio.WriteTransport, self._transport.get_pipe_transport(0))
+        self.waiting_since = self._loop.time()
+        self._watch()
+        self._stdin.write(frame(Request(number=0, body=self._pool.setup)))
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        if fd == 2:
+            self._log_output(data)
+            return
+        if self._retired:
+            return
+        self._received += data
+        try:
+            for body in take_frames(self._received):
+                self._on_message(_DECODER.decode(body))
+                if self._retired:
+                    return
+            if self._pool.sequential and self._received and self.started and not self.tasks:
+                raise ValueError("it sent something without a request")
+        except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+            self._fail("died", f"its process did not keep to the protocol: {error}")
+        self._pool.dispatch()
+
+    def process_exited(self) -> None:
+        if not self._stdin.is_closing():
+            self._stdin.abort()
+        self._hear()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Report the end of the process, after all of its output."""
+        self._retire("died", f"its process ended with status {self._transport.get_returncode()}")
+        if not self.ready.done():
+            self.ready.set_result(
+                f"a worker of {self._pool.name} ended while it was starting; see its error output"
+            )
+        self._pool.workers.remove(self)
+        self._file.close()
+        self.gone.set_result(None)
+
+    def _log_output(self, data: bytes) -> None:
+        """Write what the code printed to the log; one that prints too fast has to wait."""
+        text = visible(data.decode(errors="replace")).removesuffix("\n")
+        sys.stderr.write(indent(text, "    ") + "\n")  # no text can look like an entry
+        sys.stderr.flush()
+        now = self._loop.time()
+        left = self._output_left + (now - self._output_at) * _OUTPUT_BYTES_PER_S
+        self._output_left, self._output_at = min(left, _OUTPUT_BYTES) - len(data), now
+        if self._output_left < 0 and self._transport.get_returncode() is None:
+            self._hear(False)
+            self._loop.call_later(-self._output_left / _OUTPUT_BYTES_PER_S, self._hear)
+
+    def _hear(self, listens: bool = True) -> None:
+        """Read what the code prints, or leave it in the pipe."""
+        pipe = cast(asyncio.ReadTransport | None, self._transport.get_pipe_transport(2))
+        if pipe is not None and not pipe.is_closing():
+            pipe.resume_reading() if listens else pipe.pause_reading()
+
+    def _on_message(self, message: ToPool) -> None:
+        """Take one message. Raises ValueError if it is out of order."""
+        if isinstance(message, Ready) or not self.started:
+            self._on_ready(message)
+            return
+        self.waiting_since = self._loop.time()  # the next task began when this one ended
+        self._was_late = False
+        if isinstance(message, Beat):
+            self.oldest = message
+            return
+        first = next(iter(self.tasks), None)
+        known = message.number == first if self._pool.sequential else message.number in self.tasks
+        if not known and self.lingers:
+            return  # another worker has the task
+        if not known:
+            raise ValueError(f"there is no request for its reply {message.number}")
+        if isinstance(message, Ask):
+            task = self.tasks[message.number]
+            if task.ask is None:
+                raise ValueError("it asked something")
+            answering = self._loop.create_task(self._answer(message.call, task.ask(message.body)))
+            task.asking.add(answering)
+            answering.add_done_callback(task.asking.discard)
+            return
+        self._pool.settle(self.tasks.pop(message.number), message)
+        if (isinstance(message, Failed) and message.is_stuck) or (self.lingers and not self.tasks):
+            self.stop()
+
+    async def _answer(self, call: int, body: Awaitable[msgspec.Raw]) -> None:
+        """Answer a question of a task."""
+        try:
+            answer = Answer(call=call, body=await body)
+        except Exception as error:
+            answer = Refused(call=call, error=short_text("{}", error))
+        if not self._retired:
+            self._stdin.write(frame(answer))
+
+    def _on_ready(self, message: ToPool) -> None:
+        if self.ready.done() or not isinstance(message, Ready):
+            raise ValueError("it was ready before, or never")
+        if self._watchdog:
+            self._watchdog.cancel()
+            self._watchdog = None
+        self.started = message.error is None
+        self.facts = message.facts
+        self.ready.set_result(message.error)
+
+    def _watch(self, overdue_since: float | None = None) -> None:
+        """Kill the process if the current wait exceeds its limit at two checks in a row.
+
+        The pipe is read between the two. `overdue_since` is the wait that the previous check found
+        overdue. One timer serves many tasks: it is set again if the wait began after it was set.
+        """
+        self._watchdog = None
+        if self.started and not self.tasks:
+            return
+        may_linger = self.started and not self._pool.sequential and not self._was_late
+        limit_s = self._pool.silence_s if self.started else _START_TIMEOUT_S
+        if may_linger:
+            limit_s = min(LATE_S, limit_s)
+        remaining_s = self.waiting_since + limit_s - self._loop.time()
+        if remaining_s > 0:
+            self._watchdog = self._loop.call_later(remaining_s, self._watch)
+        elif overdue_since != self.waiting_since:
+            self._watchdog = self._loop.call_later(_RECHECK_S, self._watch, self.waiting_since)
+        elif may_linger:
+            self._linger()
+        else:
+            what = "it ran" if self._pool.sequential else "it blocked its process"
+            self._fail("timeout", f"{what} for longer than {limit_s:g} s")
+
+    def _linger(self) -> None:
+        """Have another worker take the place of this one, with the tasks that it is not executing.
+
+        If it does not say which one it is executing, all stay.
+        """
+        self._was_late, marked = True, self._marked()
+        if marked and not self.lingers:
+            self.lingers = True
+            moving = [t for t in self.tasks.values() if t not in marked and t.moved < _MOST_MOVED]
+            for task in moving:
+                task.moved += 1
+                self.cancel(task)
+                del self.tasks[task.number]
+            self._pool.on_retired(self, moving)
+        limit_s = self._pool.silence_s - LATE_S
+        self._watchdog = self._loop.call_later(limit_s, self._watch, self.waiting_since)
+
+    def _fail(self, reason: str, detail: str) -> None:
+        """End the process because of what it executes, or of its start."""
+        if not self.ready.done():
+            self.ready.set_result(f"a worker could not load {self._pool.name}: {detail}")
+        self._retire(reason, detail)
+        self._kill()
+
+    def _retire(self, reason: str | None = None, detail: str = "") -> None:
+        """Take the worker out of service; with a `reason`, what it executed fails for it."""
+        if self._retired:
+            return
+        self._retired = True
+        if self._watchdog:
+            self._watchdog.cancel()
+        seconds = self._loop.time() - self.waiting_since
+        if reason and (guilty := self._guilty()):
+            detail += f" at {place}" if (place := self._last_place()) else ""
+            for task in guilty:
+                failed = Failed(number=task.number, seconds=seconds, reason=reason, detail=detail)
+                self._pool.settle(self.tasks.pop(task.number), failed)
+        unfinished = list(self.tasks.values())
+        self.tasks.clear()
+        self._pool.on_retired(self, unfinished, replace=not self.lingers)
+
+    def _guilty(self) -> list[Task]:
+        """Return the tasks that end with the process."""
+        if self._pool.sequential:
+            return list(self.tasks.values())[:1]
+        marked = self._marked()
+        if len(marked) == 1:
+            return list(marked)
+        suspects = marked or self.tasks.values()
+        for task in suspects:
+            task.suspected += 1
+        return [task for task in suspects if task.suspected == _MOST_SUSPECTED]
+
+    def _marked(self) -> set[Task]:
+        """Return the tasks that the process says it is executing."""
+        marks = MARKS.unpack(os.pread(self._file.fileno(), MARKS_BYTES, 0))
+        return {self.tasks[mark] for mark in marks if mark in self.tasks}
+
+    def _last_place(self) -> str:
+        """Return where the process was blocked or crashed, if it wrote that to its file."""
+        dump = os.pread(self._file.fileno(), 1 << 16, MARKS_BYTES).decode(errors="replace")
+        crashed = dump.partition("Current thread")[2].partition("\n\n")[0]
+        stack = crashed or dump.rpartition("Thread 0x")[2]  # of the first thread
+        return place_of([(file, int(line), name) for file, line, name in _FRAME.findall(stack)])
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):  # it has ended
+            self._transport.terminate()
+
+
+class WorkerPool:
+    """`size` processes that execute tasks: `python -m module`, which gets `setup` first.
+
+    `name` says in messages whose code they run. `facts` are what the workers say of themselves.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        setup: Any,
+        *,
+        size: int,
+        silence_s: float,
+        sequential: bool,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.setup = pack(setup)
+        self.silence_s = silence_s
+        self.sequential = sequential
+        self.environment = environment or {}
+        self.workers: list[WorkerProcess] = []
+        self.facts: dict[str, Any] = {}
+        self.size = size
+        self._queue: deque[Task] = deque()
+        self._numbers = count(1)
+        self._replacements: set[asyncio.Task[None]] = set()
+        self._unusable: str | None = f"the workers of {name} have not been started"
+
+    async def __aenter__(self) -> Any:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Wait until every worker is set up. Raises ValueError if one cannot be."""
+        self._unusable = None
+        try:
+            outcomes = await asyncio.gather(
+                *(self._start_worker() for _ in range(self.size)), return_exceptions=True
+            )
+            for error in filter(None, outcomes):
+                raise error
+        except BaseException:
+            await self.close()
+            raise
+        self.facts = self.workers[0].facts
+
+    async def close(self) -> None:
+        """Kill all processes and wait for their end; unfinished tasks raise RuntimeError."""
+        self._unusable = f"the workers of {self.name} are closed"
+        workers = list(self.workers)
+        if not self.sequential and workers:  # the user's code may have something to close
+            await asyncio.wait([worker.finish() for worker in workers], timeout=_CLOSE_S)
+        for worker in workers:
+            worker.stop()
+        self._fail_queue()
+        await asyncio.gather(*self._replacements, *(worker.gone for worker in workers))
+
+    async def call(
+        self,
+        body: Any,
+        name: str = "",
+        limit_s: float = math.inf,
+        ask: Asked | None = None,
+        restarted: Callable[[], None] | None = None,
+    ) -> msgspec.Raw:
+        """Return the result of a task, which a concurrent worker gives up after `limit_s`.
+
+        Raises TaskFailed if this task fails, RuntimeError if the pool cannot be used.
+        """
+        if self._unusable:
+            raise RuntimeError(self._unusable)
+        number = next(self._numbers)
+        try:
+            packed = pack(body)
+        except UnicodeEncodeError as error:
+            raise TaskFailed("exception", f"the text cannot be encoded: {error}") from None
+        loop = asyncio.get_running_loop()
+        task = Task(
+            number=number,
+            body=packed,
+            deadline=loop.time() + limit_s,
+            result=loop.create_future(),
+            name=name,
+            ask=ask,
+            restarted=restarted,
+        )
+        self._queue.append(task)
+        self.dispatch()
+        try:
+            return await task.result
+        finally:
+            for asking in task.asking:
+                asking.cancel()
+            if task.result.cancelled():
+                for worker in self.workers:
+                    worker.cancel(task)
+
+    def depth(self) -> int:
+        """Return how many tasks a worker may have at a time."""
+        return sys.maxsize
+
+    def dispatch(self) -> None:
+        """Send waiting tasks to the least busy workers that are not late."""
+        while self._queue:
+            usable = (worker for worker in self.workers if worker.usable)
+            worker = min(usable, key=lambda w: (w.is_late, len(w.tasks)), default=None)
+            if worker is None or len(worker.tasks) >= self.depth():
+                return
+            task = self._queue.popleft()
+            if not task.result.cancelled():
+                worker.send(task)
+
+    def settle(self, task: Task, reply: Done | Failed) -> None:
+        """Give a task its result."""
+        if task.result.done():
+            return  # the caller was cancelled
+        if isinstance(reply, Done):
+            task.result.set_result(reply.body)
+        else:
+            task.result.set_exception(TaskFailed(reply.reason, f"{self.name}: {reply.detail}"))
+
+    def place(self, name: str) -> str:
+        """Return where the task of this name waits, if its worker has said so."""
+        for worker in self.workers:
+            task = worker.tasks.get(worker.oldest.oldest)
+            if task and task.name == name:
+                return worker.oldest.where
+        return ""
+
+    def on_retired(
+        self, worker: WorkerProcess, unfinished: list[Task], replace: bool = True
+    ) -> None:
+        """Take back the tasks that a worker had not finished; replace it if it ever worked."""
+        self._queue.extendleft(reversed(unfinished))
+        for task in unfinished:
+            if task.restarted:
+                task.restarted()
+        if replace and worker.started and not self._unusable:
+            replacing = asyncio.get_running_loop().create_task(self._replace())
+            self._replacements.add(replacing)
+            replacing.add_done_callback(self._replacements.discard)
+            self.dispatch()
+
+    async def _start_worker(self) -> None:
+        worker = WorkerProcess(self)
+        await worker.spawn()
+        if self._unusable:
+            worker.stop()
+        error = await worker.ready
+        if error:
+            await worker.gone
+            raise ValueError(error)
+        self.dispatch()
+
+    async def _replace(self) -> None:
+        try:
+            await self._start_worker()
+        except (ValueError, OSError) as error:
+            if self._unusable:
+                return  # close() stopped it while it started
+            log.error("cannot replace a worker of %s: %s", self.name, error)
+            self.size -= 1
+            if self.size == 0:
+                self._unusable = (
+                    f"no worker of {self.name} is left, and a new one cannot start: {error}"
+                )
+                self._fail_queue()
+
+    def _fail_queue(self) -> None:
+        while self._queue:
+            task = self._queue.popleft()
+            if not task.result.done():
+                task.result.set_exception(RuntimeError(self._unusable))

@@ -1,0 +1,177 @@
+"""Measure what workflows that hang, block, crash, leak and exit cost a run.
+
+    python benchmarks/hostile.py    # about 25 minutes on two cores
+
+The controller and its worker processes are real; servers and trainer are those of the tests. Each
+of 3,000 prompts is healthy, or one of the FAULTS, each with a share of 1 %. A healthy run has the
+same prompts without faults. Both run in turn under each schedule, for `--seeds` seeds, with up to
+1,000 episodes in flight, and are evaluated before, in the middle and at the end.
+
+Writes <out>/hostile.json: one record per run, with its trajectories a second, and the ratio of the
+hostile to the healthy run for each schedule. A run that stops or that `areal-lite audit` finds
+something wrong with ends the benchmark.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from areal_lite.quickstart.make_model import build_char_tokenizer
+from areal_lite.rollout.episode import Episode, Transcript
+from areal_lite.trajectory import Trajectory
+from tests.integration.controller_run import Run, push, wrong_with
+
+ROOT = Path(__file__).resolve().parents[1]
+FAULTS = ("hang", "block", "crash", "leak", "exit")
+PROMPTS, SHARE, GROUP_SIZE, BATCH = 3000, 0.01, 4, 64
+TRAIN_S, TOKEN_S, TIMEOUT_S = 0.5, 0.15, 20.0
+SCHEDULES = {
+    "sync": {"buffer__max_staleness": 0, "rollout__interrupt": "none"},
+    "one_step": {"buffer__max_staleness": 1, "rollout__interrupt": "none"},
+    "async": {"buffer__max_staleness": 4},
+    "window": {"buffer__max_staleness": 4, "buffer__window": 2 * BATCH},
+}
+LEAKED = []
+
+
+async def workflow(episode: Episode) -> Trajectory:
+    """Sample, use a slow tool, and sample again; or do what the answer of the prompt says."""
+    transcript = Transcript(episode)
+    await transcript.sample(12)
+    await asyncio.sleep(random.uniform(0.5, 1.5))
+    match episode.prompt.answer:
+        case "hang":
+            await asyncio.Event().wait()
+        case "block":
+            time.sleep(1e6)
+        case "crash":
+            os._exit(1)
+        case "leak":
+            while True:
+                LEAKED.append(bytearray(1 << 28))
+        case "exit":
+            sys.exit()
+    if transcript.remaining_tokens > 0 and transcript.finish_reason != "length":
+        await transcript.sample(12)
+    return transcript.trajectory(float(episode.sample_index % 2))
+
+
+def write_prompts(path: Path, seed: int, share: float) -> None:
+    """Write prompts of which each fault has the share `share`."""
+    draw = random.Random(seed)
+    with path.open("w") as file:
+        for number in range(PROMPTS):
+            place = draw.random()
+            fault = FAULTS[int(place / share)] if share and place < len(FAULTS) * share else "fine"
+            file.write(json.dumps({"question": f"{number}+1=", "answer": fault}) + "\n")
+
+
+def measure(folder: Path, schedule: str, seed: int, steps: int, share: float) -> dict:
+    """Run a scripted trainer for `steps` steps and return what it got, per second."""
+    folder.mkdir()
+    build_char_tokenizer().save_pretrained(folder)
+    described = {"model_type": "qwen3", "eos_token_id": 1, "vocab_size": 100}
+    (folder / "config.json").write_text(json.dumps(described))
+    write_prompts(folder / "train.jsonl", seed, share)
+    run = Run(
+        folder / "run",
+        str(folder),
+        data__source="jsonl",
+        data__args={},
+        data__path=f"{folder}/train.jsonl",
+        data__eval_path=f"{folder}/train.jsonl",
+        data__chat=False,
+        reward__function="areal_lite.rewards.exact:exact_reward",
+        rollout__workflow="benchmarks.hostile:workflow",
+        rollout__group_size=GROUP_SIZE,
+        rollout__max_concurrent=1000,
+        rollout__episode_timeout_s=TIMEOUT_S,
+        trainer__batch_groups=BATCH,
+        trainer__steps=steps,
+        eval__problems=100,
+        **SCHEDULES[schedule],
+    )
+    try:
+        run.start_server("s0", TOKEN_S)
+        run.start_server("s1", TOKEN_S)
+        run.start_controller()
+        client = run.client(600)
+        evaluations: list[dict] = []
+        evaluator = run.client(60)
+
+        def evaluate(version: int) -> None:
+            evaluations.append(evaluator.evaluate(version))
+
+        evaluate(0)
+        trajectories, began = 0, time.monotonic()
+        middle = threading.Thread(target=evaluate, args=[steps // 2])
+        for step in range(steps):
+            batch, _ = client.batch(step, 0, 1)
+            trajectories += batch.num_sequences
+            time.sleep(TRAIN_S)
+            push(client, step + 1, run_mode(schedule))
+            if step + 1 == steps // 2:
+                middle.start()
+        seconds = time.monotonic() - began
+        middle.join()
+        evaluate(steps)
+        totals = client.finish()
+    finally:
+        run.stop()
+    assert not (wrong := wrong_with(run.path)), wrong
+    return {
+        "schedule": schedule,
+        "seed": seed,
+        "hostile": bool(share),
+        "trajectories": trajectories,
+        "seconds": seconds,
+        "per_second": trajectories / seconds,
+        "failed_rollouts": totals["failed_rollouts"],
+        "quarantined": len(totals["quarantined"]),
+        "evaluations": [
+            {key: line[key] for key in ("version", "failures", "timeouts")} for line in evaluations
+        ],
+    }
+
+
+def run_mode(schedule: str) -> str | None:
+    return None if SCHEDULES[schedule].get("rollout__interrupt") == "none" else "in_place"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
+    options = parser.parse_args()
+    runs = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for seed in range(options.seeds):
+            for schedule in options.schedules:
+                for share in (0.0, SHARE):
+                    folder = Path(scratch, f"{schedule}-{seed}-{share}")
+                    runs.append(measure(folder, schedule, seed, options.steps, share))
+                    print(runs[-1], flush=True)
+    ratios = {
+        schedule: [
+            hostile["per_second"] / healthy["per_second"]
+            for healthy, hostile in zip(runs[::2], runs[1::2])
+            if healthy["schedule"] == schedule
+        ]
+        for schedule in options.schedules
+    }
+    result = {"ratios": ratios, "cores": os.cpu_count(), "runs": runs}
+    (options.out / "hostile.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(ratios)
+
+
+if __name__ == "__main__":
+    main()
