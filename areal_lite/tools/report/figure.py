@@ -106,7 +106,7 @@ def draw_chart(axes: Axes, chart: Mapping[str, Any]) -> None:
         elif len(one["x"]) < 4:
             style["marker"] = "o"  # a line through a single point is invisible
         axes.plot(one["x"], one["y"], **style)
-    low = min(0.0, *(np.nanmin(one["y"]) for one in chart["series"]))
+    low = min([0.0, *(np.nanmin(one["y"]) for one in chart["series"] if len(one["y"]))])
     top = axes.get_ylim()[1]
     axes.set_ylim(low, top + 0.15 * (top - low))  # the legend is above the data
     axes.grid(axis="y", color="#e2e8f0")

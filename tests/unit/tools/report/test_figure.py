@@ -124,3 +124,11 @@ def test_the_timeline_shows_versions_in_their_colors(tmp_path):
         np.flatnonzero((np.abs(timeline - color).max(-1) < 0.02).any(0)) for color in (blue, orange)
     ]
     assert columns[0].max() < columns[1].min(), "version 0 is left of the push, version 1 right"
+
+
+def test_a_chart_may_have_a_series_without_points():
+    """As the staleness of a run that never trained."""
+    lines = [{"name": n, "style": "line", "x": x, "y": x} for n, x in (("a", []), ("b", [1, -2]))]
+    axes = Figure().subplots()
+    draw_chart(axes, {"title": "t", "x": "x", "y": "y", "series": lines})
+    assert axes.get_ylim()[0] == -2
