@@ -24,8 +24,8 @@ METRICS = {
     "reward_failures": "reward_failures",
     "workflow_failures": "workflow_failures failed_rollouts empty_groups",
     "truncated": "truncated_share length_mean length_max masked_truncated",
-    "too_easy": "uniform_groups_share reward_mean reward_std",
-    "too_hard": "uniform_groups_share reward_mean reward_std",
+    "no_signal": "reward_mean reward_std uniform_groups_share truncated_share",
+    "few_signals": "uniform_groups_share reward_mean reward_std",
     "gradient_spikes": "grad_norm loss",
     "idle_clip": "clip_fraction clip_fraction_high clip_fraction_low ratio ratio_max",
     "duplicates": "distinct_share distinct_correct",
@@ -54,14 +54,13 @@ areal-lite diagnose runs/NAME
 ```
 
 `diagnose` reads the run directory of a run that ended, was killed, or is still going, and changes
-nothing. It prints findings, each with its numbers, its likely cause, and the settings to change.
-An *alarm* says that the run is broken or learns nothing. A *hint* says that it could be faster or
-better. Alarms come first, and a finding that another one explains is left out. A run whose records
-show an alarm says so when it ends.
+nothing. It prints findings with numbers, cause and remedy. An *alarm* says that the
+run is broken or learns nothing, a *hint* that it could be faster or better. Alarms come first, and
+a finding that another one explains is left out. A run with an alarm says so when it ends.
 
-This page is made from the code: `python docs/diagnose_page.py`. Most findings look at the newest
-{recent_steps:g} steps, and need {least_steps:g} of them. The file
-`areal_lite/tools/diagnose/history.py` gives a reason for each threshold.
+This page is made by `python docs/diagnose_page.py`. Most findings look at the newest
+{recent_steps:g} steps, and need {least_steps:g} of them. `areal_lite/tools/diagnose/history.py`
+gives a reason for each threshold.
 
 ## Findings
 

@@ -48,3 +48,9 @@ def percent(share: float) -> str:
 def pause(seconds: float) -> str:
     """Format the length of a pause: 142 ms, 1.5 s."""
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def excerpt(text: str, most: int) -> str:
+    """Quote a text; one of more than `most` characters loses its middle."""
+    half = most // 2
+    return repr(text if len(text) <= most else f"{text[:half]} … {text[-half:]}")

@@ -13,12 +13,12 @@ from typing import NamedTuple
 from areal_lite.config.help import show
 from areal_lite.run_dir.store_format import NOT_KEPT
 from areal_lite.tools.commands import DiagnoseConfig, existing_run
-from areal_lite.tools.diagnose import failures, learning, speed
+from areal_lite.tools.diagnose import failures, learning, signals, speed
 from areal_lite.tools.diagnose.history import Advice, History, Severity, Sign, limit, read_history
 
 GUIDE = [
     advice
-    for module in (failures, learning, speed)
+    for module in (signals, failures, learning, speed)
     for advice in vars(module).values()
     if isinstance(advice, Advice)
 ]
@@ -45,7 +45,12 @@ def diagnose(run: History) -> list[Finding]:
     names = {advice.name for advice, _ in signs}
     found = [
         Finding(
-            advice.name, sign.severity, advice.title, sign.evidence, advice.cause, advice.change
+            name=advice.name,
+            severity=sign.severity,
+            title=sign.title or advice.title,
+            evidence=sign.evidence,
+            cause=advice.cause,
+            change=sign.change or advice.change,
         )
         for advice, sign in signs
         if names.isdisjoint(advice.unless)
@@ -66,12 +71,18 @@ def diagnosis_text(run: History) -> str:
         return f"{steps}\n\nNo findings: no check found anything wrong{note}."
     parts = [
         f"{finding.severity.upper():<6} {finding.title}\n"
-        f"  evidence  {finding.evidence}\n"
+        f"  evidence  {finding.evidence.replace(chr(10), chr(10) + ' ' * 10)}\n"
         f"  cause     {finding.cause}\n"
         f"  change    {finding.change.replace('`', '')}"
         for finding in findings
     ]
     return "\n\n".join([steps, *parts])
+
+
+def missing_signal(run_dir: Path) -> str | None:
+    """Say that a run has nothing to learn from, with some of its answers; None if it has."""
+    found = [f for f in diagnose(read_history(run_dir)) if f.name == signals.no_signal.name]
+    return f"{found[0].title}: {found[0].evidence}" if found else None
 
 
 def alarm_line(run_dir: Path) -> str | None:

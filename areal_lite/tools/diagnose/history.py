@@ -39,6 +39,8 @@ class Sign(NamedTuple):
 
     severity: Severity
     evidence: str
+    title: str = ""  # a closer one than the kind's, and what to change then
+    change: str = ""
 
 
 alarm = partial(Sign, Severity.ALARM)
@@ -85,7 +87,8 @@ LIMITS = {
     ),
     "logprob_growth": Limit(100, "times the first steps, above 0.001 nats: rounding does not grow"),
     "uniform_share": Limit(0.5, "half of the batch adds nothing (DAPO, arXiv 2503.14476)"),
-    "uniform_alarm": Limit(0.95, "almost no group is left to learn from"),
+    "uniform_alarm": Limit(0.9, "most batches of 8 groups then have none to learn from"),
+    "signal_groups": Limit(30, "of which none has a signal: below 10 % have one, 95 % confidence"),
     "entropy_ratio": Limit(0.1, "of the first entropy: reward is paid with it (arXiv 2505.22617)"),
     "solved_reward": Limit(0.95, "of the largest reward: low entropy is right for a solved task"),
     "reward_ratio": Limit(0.5, "of the best recent mean: half of what was learned is lost"),

@@ -127,7 +127,7 @@ def falling_accuracy(run: History) -> Sign | None:
     cause="likely tokens are reinforced until nothing else is sampled",
     change="raise `algo.eps_high` (0.28 in DAPO), add `algo.entropy_coef` or `algo.kl.coef`, or "
     "lower `trainer.lr`",
-    unless=("reward_collapse",),
+    unless=("no_signal", "reward_collapse"),
 )
 def entropy_collapse(run: History) -> Sign | None:
     first, recent, reward = run.first("entropy"), run.recent("entropy"), run.recent("reward_mean")
@@ -196,6 +196,7 @@ def too_stale(run: History) -> Sign | None:
     cause="completions need more tokens, or grow without use",
     change="raise `rollout.max_new_tokens`; `algo.shaping.overlong_margin` punishes length "
     "gradually, and `algo.shaping.mask_truncated=true` leaves such trajectories out",
+    unless=("no_signal",),
 )
 def truncated(run: History) -> Sign | None:
     share = run.recent("truncated_share")
@@ -207,82 +208,16 @@ def truncated(run: History) -> Sign | None:
 
 
 @finding(
-    "Most groups are too easy: all their trajectories succeed",
-    flag="uniform_groups_share above {uniform_share:.0%}, mostly successes; alarm: "
-    "{uniform_alarm:.0%}",
-    cause="the policy has solved these prompts; equal rewards give no advantage",
-    change="set `rollout.filters=[zero_variance]`, or `rollout.retire_above=0.9` where prompts "
-    "repeat; use harder prompts",
-)
-def too_easy(run: History) -> Sign | None:
-    return _no_signal(run, easy=True)
-
-
-@finding(
-    "Most groups are too hard: all their trajectories fail",
-    flag="uniform_groups_share above {uniform_share:.0%}, mostly failures; alarm: "
-    "{uniform_alarm:.0%}",
-    cause="the policy cannot solve these prompts yet, or no answer can satisfy the reward function",
-    change="read trajectories (`areal-lite report --inspect`) and `reward.function`; raise "
-    "`rollout.group_size` or `rollout.max_new_tokens`, set `rollout.filters=[zero_variance]`, "
-    "or `rollout.rest_unsolved=8` where prompts repeat; use easier prompts",
-    unless=("truncated", "reward_collapse"),
-)
-def too_hard(run: History) -> Sign | None:
-    return _no_signal(run, easy=False)
-
-
-def _no_signal(run: History, easy: bool) -> Sign | None:
-    """Report uniform groups if most of them are easy (or hard), as `easy` says."""
-    advantage = run.config.algo.advantage
-    compares_groups = advantage.estimator == "rloo" or (
-        advantage.estimator == "grpo" and advantage.mean == "group"
-    )
-    uniform = run.recent("uniform_groups_share")
-    if not len(uniform) or not compares_groups or uniform.mean() <= limit("uniform_share"):
-        return None
-    up, down = _uniform_groups(run)
-    if (up >= down) != easy:
-        return None
-    text = (
-        f"{uniform.mean():.0%} of the recent groups have equal rewards: {up} at the top, {down} at "
-        f"the bottom; mean reward {run.recent('reward_mean').mean():.2f}"
-    )
-    return alarm(text) if uniform.mean() >= limit("uniform_alarm") else hint(text)
-
-
-def _uniform_groups(run: History) -> tuple[int, int]:
-    """Count the recent groups with equal rewards, in the upper and the lower half of all rewards.
-
-    Without trajectories, by the mean reward of each step: a group of the larger half.
-    """
-    columns, known = run.columns, np.isfinite(run.columns.reward)
-    first = run.metrics[-int(limit("recent_steps")) :][0]["step"] - 1
-    middle = (np.nanmin(columns.reward) + np.nanmax(columns.reward)) / 2 if known.any() else 0.5
-    rewards: dict[int, set[float]] = defaultdict(set)
-    chosen = known & (columns.step >= first)
-    for group, reward in zip(columns.group[chosen].tolist(), columns.reward[chosen].tolist()):
-        rewards[group].add(reward)
-    if not rewards:
-        means = run.recent("reward_mean")
-        return int((means > middle).sum()), int((means <= middle).sum())
-    # If all rewards of the run are equal, a positive one counts as a success.
-    middle = 0.0 if np.nanmin(columns.reward) == np.nanmax(columns.reward) else middle
-    uniform = [min(found) for found in rewards.values() if len(found) == 1]
-    return sum(r > middle for r in uniform), sum(r <= middle for r in uniform)
-
-
-@finding(
     "The gradient norm has spikes",
     flag="above {grad_spike:g} times the median and `trainer.clip_grad`",
     cause="few tokens dominate a batch: extreme weights, or rare rewards",
     change="lower `trainer.clip_grad` or `trainer.lr`, set `algo.dual_clip=3`, or raise "
     "`trainer.batch_groups`",
-    unless=("bad_numbers", "low_ess"),
+    unless=("no_signal", "bad_numbers", "low_ess"),
 )
 def gradient_spikes(run: History) -> Sign | None:
     norms = run.values("grad_norm")
-    known = norms[np.isfinite(norms)]
+    known = norms[norms > 0]  # a batch without a signal has no gradient
     if len(known) < limit("recent_steps"):
         return None
     usual = float(np.median(known))
@@ -304,6 +239,7 @@ def gradient_spikes(run: History) -> Sign | None:
     "updates are small",
     change="nothing, if one update per batch is what you want; otherwise `trainer.minibatches=2` "
     "with `algo.prox=recompute`, or a larger `trainer.lr`",
+    unless=("no_signal",),
 )
 def idle_clip(run: History) -> Sign | None:
     clipped, ratio = run.values("clip_fraction"), run.values("ratio_max")
@@ -325,7 +261,7 @@ def idle_clip(run: History) -> Sign | None:
     flag="below {distinct_share:g} on a scale from 0 (all the same) to 1 (all different)",
     cause="the policy is almost deterministic on these prompts",
     change="raise `rollout.temperature` or `algo.entropy_coef`, or lower `rollout.group_size`",
-    unless=("entropy_collapse", "too_easy", "too_hard", "lost_seed"),
+    unless=("no_signal", "entropy_collapse", "few_signals", "lost_seed"),
 )
 def duplicates(run: History) -> Sign | None:
     shares, size = run.recent("distinct_share"), run.config.rollout.group_size
@@ -364,6 +300,7 @@ def mixed_evaluations(run: History) -> Sign | None:
     cause="updates of adapters need a larger learning rate than updates of all weights",
     change="raise `trainer.lr`, for example to ten times the rate of full training; raise "
     "`trainer.lora.alpha`, or name more layers in `trainer.lora.targets`",
+    unless=("no_signal",),
 )
 def faint_adapters(run: History) -> Sign | None:
     shares_of_weights = run.recent("adapter_share")
@@ -486,7 +423,7 @@ def rare_source(run: History) -> Sign | None:
     change="lower its `weight`; set `rollout.filters=[zero_variance]`, or "
     "`rollout.retire_above=0.9` and `rollout.rest_unsolved=8` where prompts repeat; read its "
     "trajectories (`areal-lite report --inspect`)",
-    unless=("too_easy", "too_hard"),
+    unless=("no_signal", "few_signals"),
 )
 def silent_source(run: History) -> Sign | None:
     silent = []
@@ -509,7 +446,7 @@ def silent_source(run: History) -> Sign | None:
     "than without it",
     change="change `algo.critic.lr`; let it learn longer with a smaller `trainer.lr`; or use an "
     "estimator without a critic (`algo.advantage.estimator=grpo`)",
-    unless=("bad_numbers", "reward_collapse"),
+    unless=("no_signal", "bad_numbers", "reward_collapse"),
 )
 def blind_critic(run: History) -> Sign | None:
     explained, few = run.recent("value_explained"), len(run.metrics) < 2 * limit("recent_steps")

@@ -70,6 +70,7 @@ def _in_flight(run: History) -> float:
     cause="training is slower than generation",
     change="move devices from `server.count` to `trainer.data_parallel`, or raise "
     "`trainer.tokens_per_microbatch`",
+    unless=("no_signal",),  # the trainer then runs the model on few sequences, or on none
 )
 def slow_trainer(run: History) -> Sign | None:
     wait, queue = run.share_of_time("wait_s"), run.middle("queue_depth")

@@ -23,7 +23,7 @@ from areal_lite.run_dir.controller_status import read_status
 from areal_lite.run_dir.metrics import EventFollower
 from areal_lite.run_dir.paths import LOGS_DIR
 from areal_lite.system.processes import start_daemon
-from areal_lite.tools.diagnose.diagnosis import Finding, alarm_line, diagnose
+from areal_lite.tools.diagnose.diagnosis import Finding, alarm_line, diagnose, missing_signal
 from areal_lite.tools.diagnose.history import read_history
 from areal_lite.tools.report import panel
 from areal_lite.tools.report.summary import build_summary, summary_table
@@ -180,7 +180,8 @@ class ConsoleObserver:
     def summarize(
         self, config: TrainConfig, run_dir: Path, started_at: float, finished_at: float
     ) -> dict[str, Any]:
-        return build_summary(run_dir, config, started_at, finished_at)
+        summary = build_summary(run_dir, config, started_at, finished_at)
+        return summary | {"no_signal": missing_signal(run_dir)}
 
     def report(self, run_dir: Path, summary: dict[str, Any]) -> None:
         from areal_lite.tools.report.figure import write_report  # matplotlib is slow to import

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from rich.table import Table
+from rich.text import Text
 
 from areal_lite.config import AlgoConfig, TrainConfig
 from areal_lite.run_dir.paths import REPORT_FILE, STORE_FILE, TOTALS_FILE
@@ -260,7 +261,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table.add_column(style="bold")
     table.add_column()
     for name, text in _rows(summary):
-        table.add_row(name, text)
+        table.add_row(name, Text(text))  # answers of a model could be markup
     return table
 
 
@@ -279,7 +280,9 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     }
     known = [show(key, form) for key, form in off_policy.items() if summary.get(key) is not None]
     pauses = f"mean {show('pause_s_mean', pause)}, longest {show('pause_s_max', pause)}"
+    missing = summary.get("no_signal")
     return [
+        *([("what went wrong", missing)] if missing else []),
         ("held-out accuracy, greedy", greedy),
         ("held-out accuracy, sampled", sampled),
         ("held-out problems", show("eval_problems")),

@@ -143,8 +143,8 @@ CASES: list[tuple[str, Severity, dict[str, Any], str]] = [
     ("workflow_failures", HINT, {"workflow_failures": lambda step: 3 * (step % 15)}, "84 failures"),
     ("truncated", HINT, {"truncated_share": 0.3}, "30%"),
     ("truncated", ALARM, {"truncated_share": 0.7}, "70%"),
-    ("too_easy", HINT, {"uniform_groups_share": 0.8, "reward_mean": 0.9}, "80%"),
-    ("too_hard", ALARM, {"uniform_groups_share": 1.0, "reward_mean": 0.0}, "100%"),
+    ("few_signals", HINT, {"uniform_groups_share": 0.8, "reward_mean": 0.9}, "80%"),
+    ("few_signals", HINT, {"uniform_groups_share": 0.8, "reward_mean": 0.1}, "80%"),
     (
         "gradient_spikes",
         HINT,
@@ -242,11 +242,11 @@ def test_recorded_runs_have_no_alarm_and_the_hints_that_are_true(tmp_path: Path,
     found = findings(unpack(name, tmp_path))
     # They solve most problems and make one update a batch. A step lasts less than a second, and an
     # evaluation several steps.
-    expected = {"too_easy": HINT, "idle_clip": HINT}
+    expected = {"few_signals": HINT, "idle_clip": HINT}
     if name == "async":
         expected |= {"long_pauses": HINT, "mixed_evaluations": HINT}
     assert {key: finding.severity for key, finding in found.items()} == expected
-    assert "53 at the top, 2 at the bottom" in found["too_easy"].evidence or name != "async"
+    assert "56 at the top, 1 at the bottom" in found["few_signals"].evidence or name != "async"
 
 
 def test_a_trainer_that_must_wait_for_its_own_pushes_is_no_finding(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_uniform_groups_are_counted_from_the_store(tmp_path: Path) -> None:
         group = Group(group_id=group_id, prompt_id=f"p{group_id}", size=2, trajectories=members)
         write_group(store, group, step=STEPS - 1)
     store.close()
-    assert "1 at the top, 2 at the bottom" in the_only(run_dir, "too_hard", HINT)
+    assert "1 at the top, 2 at the bottom" in the_only(run_dir, "few_signals", HINT)
 
 
 STATUS = "version 12: 3 groups queued, {}; waiting for {}\n"

@@ -5,7 +5,7 @@ import runpy
 from pathlib import Path
 
 from areal_lite.run_dir.metrics import STEP_KEYS, read_metrics
-from areal_lite.tools.diagnose import failures, history, learning, speed
+from areal_lite.tools.diagnose import failures, history, learning, signals, speed
 from areal_lite.tools.diagnose.diagnosis import GUIDE
 from areal_lite.tools.diagnose.history import LIMITS
 from areal_lite.tools.metric_table import GROUPS, HEALTHY, MEANINGS
@@ -40,7 +40,7 @@ def test_every_metric_of_a_run_is_explained(tmp_path: Path) -> None:
 
 
 def test_every_threshold_is_used_and_every_explanation_exists() -> None:
-    modules = (failures, learning, speed, history)
+    modules = (failures, learning, signals, speed, history)
     source = "".join(Path(module.__file__).read_text() for module in modules)
     assert set(re.findall(r'limit\("(\w+)"\)', source)) == LIMITS.keys()
     names = [advice.name for advice in GUIDE]
