@@ -170,7 +170,8 @@ def explain(error: Exception, command: str) -> str:
     cause = f" {error.__cause__}" if error.__cause__ else ""
     text = _NOISE.sub("", " ".join(f"{error}{cause}".split()))
     if unknown := _UNKNOWN_KEY.search(text):
-        return _unknown_key(unknown.group(2), command)
+        written = re.match(r"Could not override '([^']+)'", text)  # it may lie in no section
+        return _unknown_key(unknown[2], command, (written or unknown)[1])
     if unknown := _UNKNOWN_OPTION.search(text):
         group, name, options = unknown.group(1), unknown.group(2), unknown.group(3).split()
         hint = did_you_mean(name, options)
@@ -221,12 +222,13 @@ def one_line(message: str) -> str:
     return line if len(line) <= _LONGEST else f"{line[:half]} … {line[-half:]}"
 
 
-def _unknown_key(key: str, command: str) -> str:
-    """Name the keys that end in `key`, or else the most similar one."""
-    if key.rpartition(".")[2] in TRUNCATED_SAMPLING:
+def _unknown_key(key: str, command: str, whole: str) -> str:
+    """Name the keys that end as the `whole` key does, or else the one most similar to `key`."""
+    last = whole.rpartition(".")[2]
+    if last in TRUNCATED_SAMPLING:
         return f"unknown key {key}; {WHOLE_VOCABULARY}"
     written = find_command(command).written(command)
     keys = [*keys_of(find_command(command).schema), *(f"+{group}" for group in ADDED_GROUPS)]
-    same_end = [known for known in keys if known.endswith(f".{key}")]
+    same_end = [known for known in keys if known.rpartition(".")[2] == last]
     hint = f"did you mean {' or '.join(same_end)}?" if same_end else did_you_mean(key, keys)
     return f"unknown key {key}; {hint or f'`{written} --help` lists all settings'}"

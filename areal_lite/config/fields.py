@@ -68,7 +68,8 @@ class Setting:
             own = ", or name your own as module:name" if self.importable else ""
             return f"choose one of {', '.join(self.choices)}{own}"
         if self.limits:
-            return "must be " + " and ".join(f"{b.words} {number(x)}" for b, x in self.limits)
+            bounds = " and ".join(f"{b.words} {number(x)}" for b, x in self.limits)
+            return f"must be {bounds} ({self.help})"
         return f"must be text of at most {_MAX_CHARACTERS} characters, in UTF-8 and without NUL"
 
 

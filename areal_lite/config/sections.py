@@ -122,7 +122,9 @@ class RolloutConfig:
     group_size: int = setting(8, "Trajectories of each prompt, G.", within=(1, 10_000))
     max_new_tokens: int = setting(512, "Longest completion, in tokens.", within=(1, MAX_TOKENS))
     temperature: float = setting(
-        1.0, "Sampling temperature. Evaluation adds a greedy completion.", within=(0.001, 100)
+        1.0,
+        "Sampling temperature. Evaluation adds a greedy completion; `eval samples=0` has no other.",
+        within=(0.001, 100),
     )
     workflow: str = setting(
         "areal_lite.rollout.workflows.single_turn:single_turn",

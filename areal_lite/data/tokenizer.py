@@ -34,9 +34,10 @@ class Tokenizer:
     """The tokenizer of a Hugging Face checkpoint folder.
 
     `eos_ids` end a completion. They are those at which a server stops: of generation_config.json
-    first, then of config.json and of the tokenizer. Every id that the model can sample is below
-    `vocab_size`. The chat template gets `template_kwargs`, and `today` among them as the date, on
-    any day. Raises ValueError if the folder has no usable tokenizer.
+    first, then of config.json and of the tokenizer. `ends` has the files that name each. Every id
+    that the model can sample is below `vocab_size`. The chat template gets `template_kwargs`, and
+    `today` among them as the date, on any day. Raises ValueError if the folder has no usable
+    tokenizer.
     """
 
     def __init__(
@@ -68,7 +69,8 @@ class Tokenizer:
         self._variables |= self._special_tokens | self._template_kwargs
         self.chat_template = self._find_chat_template(settings)
         self.vocab_size = self._find_vocab_size()
-        self.eos_ids = self._find_eos_ids()
+        self.ends = self._find_ends()
+        self.eos_ids = tuple(self.ends)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, including the tokens that the tokenizer adds around it.
@@ -180,8 +182,8 @@ class Tokenizer:
             )
         return template
 
-    def _find_eos_ids(self) -> tuple[int, ...]:
-        ids = []
+    def _find_ends(self) -> dict[int, list[str]]:
+        ends: dict[int, list[str]] = {}
         for name in ("generation_config.json", "config.json"):
             given = read_json(self.path / name).get("eos_token_id")
             for i in given if isinstance(given, list) else [given]:
@@ -190,10 +192,13 @@ class Tokenizer:
                         f"{self.path / name}: eos_token_id={i!r} is not a token id below"
                         f" {self.vocab_size}; correct it or remove it"
                     )
-                ids.append(i)
-        for text in (self._special_tokens.get("eos_token"), _END_OF_MESSAGE):
-            ids.append(None if text is None else self._fast.token_to_id(text))
-        return tuple(dict.fromkeys(i for i in ids if i is not None))
+                if i is not None:
+                    ends.setdefault(i, []).append(name)
+        last = self._special_tokens.get("eos_token")
+        for text, files in ((last, ["tokenizer_config.json"]), (_END_OF_MESSAGE, [])):
+            if text is not None and (i := self._fast.token_to_id(text)) is not None:
+                ends.setdefault(i, []).extend(files)
+        return ends
 
     def _find_vocab_size(self) -> int:
         """Return the rows of the model's embedding, which may be more than there are tokens."""

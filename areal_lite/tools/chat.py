@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_lite.config import DataConfig, load_config
 from areal_lite.data.model_folder import check_model_folder
 from areal_lite.data.tokenizer import Message, Tokenizer
 from areal_lite.launch.preflight import check_model, check_servers
@@ -22,7 +23,7 @@ from areal_lite.servers.client import SamplingParams, ServerRefused
 from areal_lite.servers.fleet import Fleet
 from areal_lite.system.processes import visible
 from areal_lite.tools.commands import ChatConfig
-from areal_lite.tools.evaluate import open_fleet, with_servers
+from areal_lite.tools.evaluate import marks_turns, open_fleet, reading, with_servers
 from areal_lite.tools.export import model_of_run
 
 _QUIT = "/quit"
@@ -54,15 +55,20 @@ def run(config: ChatConfig) -> int:
 
 def _turns(config: ChatConfig, folder: Path, run_dir: Path) -> Iterator[Coroutine[Any, Any, None]]:
     """Yield what answers each prompt, or each line of the user."""
-    tokenizer = Tokenizer(folder)
-    for prompt in config.prompts:
-        print(f"--- {prompt}")
-        yield _turn(config, run_dir, Conversation(tokenizer, config), prompt)
-    if not config.prompts:
-        conversation = Conversation(tokenizer, config)
-        print(f"{folder} ({conversation.kind}); {_QUIT} ends the chat", file=sys.stderr)
-        for line in _lines():
-            yield _turn(config, run_dir, conversation, line)
+    data = load_config(Path(config.run_dir)).data if config.run_dir else DataConfig()
+    tokenizer = Tokenizer(folder, data.chat_template_kwargs)
+    conversation = Conversation(tokenizer, config, data.system_prompt)
+    end = "" if config.prompts else f"; {_QUIT} ends the chat"
+    print(f"{folder} ({conversation.kind}){end}", file=sys.stderr)
+    for number, line in enumerate(config.prompts or _lines()):
+        if config.prompts:
+            conversation = Conversation(tokenizer, config, data.system_prompt)
+        if not number:
+            lines = reading(tokenizer, conversation.text(line), conversation.raw)
+            print(*lines, sep="\n", file=sys.stderr)
+        if config.prompts:
+            print(f"--- {line}")
+        yield _turn(config, run_dir, conversation, line)
 
 
 class Conversation:
@@ -72,25 +78,30 @@ class Conversation:
     does a model whose template adds nothing to a question, such as in the addition task.
     """
 
-    def __init__(self, tokenizer: Tokenizer, config: ChatConfig):
+    def __init__(self, tokenizer: Tokenizer, config: ChatConfig, system_prompt: str | None = None):
         self.tokenizer = tokenizer
         self.params = SamplingParams(
             config.max_new_tokens, config.temperature, tokenizer.eos_ids, tokenizer.vocab_size
         )
         self._messages: list[Message] = []
-        self._raw = config.raw or not _has_template(tokenizer)
+        if system_prompt is not None:
+            self._messages.append({"role": "system", "content": system_prompt})
+        self.raw = config.raw or not marks_turns(tokenizer)
 
     @property
     def kind(self) -> str:
         """Describe for the user how the model is asked."""
-        return "each line is a prompt as it is" if self._raw else "with its chat template"
+        return "each line is a prompt as it is" if self.raw else "with its chat template"
+
+    def text(self, line: str) -> str:
+        """Return the text to continue for the user's `line`."""
+        messages = [*self._messages, {"role": "user", "content": line}]
+        return line if self.raw else self.tokenizer.render(messages)
 
     def prompt(self, line: str) -> np.ndarray:
-        """Return the tokens to continue for the user's `line`: int32 [n]."""
-        if self._raw:
-            return np.asarray(self.tokenizer.encode(line), np.int32)
-        messages = [*self._messages, {"role": "user", "content": line}]
-        return np.asarray(self.tokenizer.chat(messages), np.int32)
+        """Return the tokens of `text`: int32 [n]."""
+        tokens = self.tokenizer.encode(self.text(line), add_special_tokens=self.raw)
+        return np.asarray(tokens, np.int32)
 
     def record(self, line: str, answer: str) -> None:
         """Add a line and its answer to the conversation."""
@@ -98,15 +109,6 @@ class Conversation:
             {"role": "user", "content": line},
             {"role": "assistant", "content": answer},
         ]
-
-
-def _has_template(tokenizer: Tokenizer) -> bool:
-    """Return whether the chat template marks who says what."""
-    question = "a question"
-    try:
-        return tokenizer.render([{"role": "user", "content": question}]) != question
-    except ValueError:
-        return False
 
 
 async def _turn(config: ChatConfig, run_dir: Path, conversation: Conversation, line: str) -> None:

@@ -32,9 +32,9 @@ from areal_lite.launch.roles import Placement, place_run
 from areal_lite.megatron.architectures import check_supported
 from areal_lite.megatron.parallel import select_device, select_dtype
 from areal_lite.system.gpus import gpu_memory, resolve_device
-from areal_lite.system.processes import visible
 from areal_lite.tools import memory
-from areal_lite.tools.formatting import byte_size, counted
+from areal_lite.tools.evaluate import reading
+from areal_lite.tools.formatting import byte_size, counted, excerpt
 from areal_lite.tools.memory import SIZES, SharedGpu, longest_sequence, share_gpu
 from areal_lite.tools.stored_run import stored_run
 from areal_lite.weights.push import BUCKET_BYTES, choose_transport
@@ -43,7 +43,7 @@ from areal_lite.weights.push import BUCKET_BYTES, choose_transport
 _STORED_BYTES = 6
 _ITEMSIZE = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 _NUMBERS_AT_ONCE = 1 << 25
-_SHOWN = 200  # characters of a prompt and of an answer
+_SHOWN = 200  # characters of an answer
 _IDLE_CLIP = (
     "algo.eps_low and algo.eps_high never act: trainer.minibatches=1 makes one update a batch, in "
     "which the ratio to the proximal policy is 1. For a clip that acts, set trainer.minibatches=2 "
@@ -177,34 +177,11 @@ def _source_lines(config: TrainConfig) -> list[str]:
             long = f", {prompts.num_too_long:,} are too long" if prompts.num_too_long else ""
             lines.append(f"{name}: {where}, {counted(number, 'prompt')}{long}")
         first = first or prompts[0]
-    if data.chat and (caution := end_of_turn(Tokenizer(config.model))):
-        lines.append(f"caution: {caution}")
     if first is not None:
-        lines.append(f"the first one, as the model reads it: {_start_of(first.text)}")
-        lines.append(f"its answer: {_start_of(first.answer)}")
+        tokenizer = Tokenizer(config.model, data.chat_template_kwargs)
+        lines += reading(tokenizer, first.text, raw=not first.messages)
+        lines.append(f"its answer: {excerpt(first.answer, _SHOWN)}")
     return lines
-
-
-def end_of_turn(tokenizer: Tokenizer) -> str | None:
-    """Say what is wrong if answers end otherwise than turns of the template; None if not."""
-    if not tokenizer.eos_ids:
-        return "no token ends an answer: set eos_token_id in generation_config.json"
-    if tokenizer.chat_template is None:
-        return None
-    ids = tokenizer.encode(tokenizer.render_after_answer([]), add_special_tokens=False)
-    if not ids or ids[0] in tokenizer.eos_ids:
-        return None
-    names = {number: name for name, number in tokenizer.ids.items()}
-    stops = ", ".join(repr(names.get(i)) for i in tokenizer.eos_ids)
-    return (
-        f"the chat template ends a turn with {names[ids[0]]!r}, and answers end at {stops}: add its"
-        " id to eos_token_id in generation_config.json"
-    )
-
-
-def _start_of(text: str) -> str:
-    shown = repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
-    return visible(shown)
 
 
 def process_lines(config: TrainConfig, placement: Placement) -> list[str]:

@@ -5,7 +5,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ from areal_lite.system.files import write_json
 from areal_lite.system.gpus import divide_gpus, resolve_device, visible_gpus
 from areal_lite.system.processes import visible
 from areal_lite.tools.commands import EvalCommandConfig
+from areal_lite.tools.formatting import excerpt
+
+_SHOWN = 400  # characters of a prompt
 
 
 def check(config: EvalCommandConfig) -> None:
@@ -94,17 +97,60 @@ async def _while_servers_last(work: Coroutine[Any, Any, None], pool: ServerPool)
     task.result()
 
 
+def reading(tokenizer: Tokenizer, text: str, raw: bool) -> list[str]:
+    """Show the first prompt as the model reads it, and caution about its form and its end.
+
+    `raw`: no chat template made its text.
+    """
+    lines = [f"the first one, as the model reads it: {excerpt(text, _SHOWN)}"]
+    if raw and marks_turns(tokenizer):
+        lines.append("caution: it leaves out the tokenizer's chat template (data.chat, raw)")
+    ends = end_of_turn(tokenizer, raw)
+    return lines + ([f"caution: {ends}"] if ends else [])
+
+
+def marks_turns(tokenizer: Tokenizer) -> bool:
+    """Return whether a chat template marks who says what."""
+    with suppress(ValueError):
+        return tokenizer.render([{"role": "user", "content": "?"}]) != "?"
+    return False
+
+
+def end_of_turn(tokenizer: Tokenizer, raw: bool = False) -> str | None:
+    """Say what ends an answer if files or template (unless `raw`) disagree; None if not."""
+    if not tokenizer.eos_ids:
+        return "no token ends an answer: set eos_token_id in generation_config.json"
+    names = {number: name for name, number in tokenizer.ids.items()}
+    stops = " and ".join(
+        f"{names.get(i)!r} ({', '.join(files)})" if files else f"{names.get(i)!r}"
+        for i, files in tokenizer.ends.items()
+    )
+    with suppress(ValueError):  # no template, or one for a single turn
+        text = "" if raw else tokenizer.render_after_answer([])
+        last = tokenizer.encode(text, add_special_tokens=False)[:1]
+        if last and last[0] not in tokenizer.eos_ids:
+            return (
+                f"the chat template ends a turn with {names.get(last[0])!r}, and answers end at "
+                f"{stops}: add its id to eos_token_id in generation_config.json"
+            )
+    named = [set(files) for files in tokenizer.ends.values() if files]
+    agree = not named or set.intersection(*named)  # or a file names all of them
+    return None if agree else f"answers end at {stops}: these files disagree about it"
+
+
 async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:
     """Print the accuracies of each data source and write them to summary.json."""
     scores: dict[str, Scores] = {}
+    tokenizer = Tokenizer(config.model, config.data.chat_template_kwargs)
     async with open_sources(config) as sources, open_fleet(run_dir, config.seed) as fleet:
         dependencies = Dependencies(
-            sources=sources,
-            tokenizer=Tokenizer(config.model, config.data.chat_template_kwargs),
-            store=None,
-            clock=time.time,
+            sources=sources, tokenizer=tokenizer, store=None, clock=time.time
         )
         for name, source in sources.items():
+            assert source.eval_prompts is not None
+            first = source.eval_prompts[0]
+            lines = reading(tokenizer, first.text, raw=not first.messages)
+            print(*lines, sep="\n", file=sys.stderr)
             counts = (config.problems, config.samples)
             scores[name] = await score_problems(
                 source, dependencies, fleet, *counts, f"eval{name}", Counter()

@@ -155,6 +155,8 @@ def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_pl
             (["train", f"rollout.{key}=1"], f"unknown key rollout.{key}; tokens must be sampled")
             for key in ("top_p", "top_k", "min_p")
         ),
+        (["chat", "rollout.temperature=0"], "unknown key rollout; did you mean temperature?"),
+        (["eval", "rollout.temperature=0"], "`eval samples=0` has no other"),
         (["train", "lr=3"], "unknown key lr; did you mean algo.critic.lr or trainer.lr?"),
         (
             ["train", "trainer=3"],

@@ -16,7 +16,7 @@ from areal_lite.data.prompts import hf_rows, load_prompts, prompt_source
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart import addition
 from areal_lite.quickstart.make_model import build_char_tokenizer
-from areal_lite.tools.dry_run import end_of_turn
+from areal_lite.tools.evaluate import end_of_turn
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n"
@@ -240,8 +240,32 @@ def test_the_end_of_a_turn_is_an_end_of_answers(model: Path) -> None:
     assert end_of_turn(templated(model, SIMPLE)) is None
     other = templated(model, SIMPLE.replace("<eos>", "!"))
     assert "ends a turn with '!', and answers end at '<eos>'" in (end_of_turn(other) or "")
+    assert end_of_turn(other, raw=True) is None
     other.eos_ids = ()
     assert "no token ends an answer" in (end_of_turn(other) or "")
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "agree"),
+    [
+        ([5, 1], 5, True),  # a file names all
+        (1, None, True),
+        (5, 5, False),  # the tokenizer says 1
+        ([5, 7], [1, 5], False),
+    ],
+)
+def test_files_that_disagree_about_the_end_of_an_answer_are_named(
+    model: Path, tmp_path: Path, generation, config, agree
+) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    for name, ids in (("generation_config", generation), ("config", config)):
+        (folder / f"{name}.json").write_text(json.dumps({"eos_token_id": ids}))
+    caution = end_of_turn(Tokenizer(folder), raw=True)
+    if agree:
+        assert caution is None
+    else:
+        assert caution is not None and "'<eos>' (" in caution and "\n" not in caution
+        assert "tokenizer_config.json)" in caution and "(generation_config.json" in caution
 
 
 def test_too_long_prompts_are_left_out_and_counted(model: Path, tmp_path: Path, caplog) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from areal_lite.config import DataConfig, TrainConfig, save_config
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart.make_model import build_char_tokenizer
-from areal_lite.tools.chat import Conversation, _lines
+from areal_lite.tools.chat import Conversation, _lines, _turns
 from areal_lite.tools.commands import ChatConfig
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -47,6 +48,38 @@ def test_a_line_is_the_prompt(tmp_path, template, raw):
         assert asked(conversation, line) == line
         conversation.record(line, "?")
     assert conversation.kind == "each line is a prompt as it is"
+
+
+@pytest.mark.parametrize("prompts", [[], ["one?", "two?"]], ids=["lines", "prompts"])
+def test_the_first_prompt_is_shown_as_the_model_reads_it(tmp_path, monkeypatch, capsys, prompts):
+    tokenizer(tmp_path, TEMPLATE)
+    monkeypatch.setattr("sys.stdin", io.StringIO("one?\ntwo?\n"))
+    for turn in _turns(ChatConfig(model=str(tmp_path), prompts=prompts), tmp_path, tmp_path):
+        turn.close()  # unanswered
+    shown = capsys.readouterr().err
+    assert shown.count("as the model reads it") == 1
+    assert "reads it: '<user>one?<assistant>'" in shown and "leaves out" not in shown
+
+
+def test_a_prompt_without_the_chat_template_is_a_caution(tmp_path, monkeypatch, capsys):
+    tokenizer(tmp_path, TEMPLATE)
+    for turn in _turns(ChatConfig(raw=True, prompts=["one?"]), tmp_path, tmp_path):
+        turn.close()
+    assert "reads it: 'one?'\ncaution: it leaves out" in capsys.readouterr().err
+
+
+def test_a_run_is_asked_as_it_was_trained(tmp_path, capsys):
+    """With its variables of the chat template, and its system prompt."""
+    template = TEMPLATE.replace("<assistant>", "<assistant>{{ mood }}")
+    tokenizer(tmp_path / "model", template)
+    data = DataConfig(chat_template_kwargs={"mood": "calm"}, system_prompt="Be brief.")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    save_config(TrainConfig(model="m", run_dir=str(run_dir), data=data), run_dir)
+    config = ChatConfig(run_dir=str(run_dir), prompts=["one?"])
+    for turn in _turns(config, tmp_path / "model", tmp_path):
+        turn.close()
+    assert "reads it: '<system>Be brief.<user>one?<assistant>calm'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

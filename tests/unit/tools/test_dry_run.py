@@ -67,6 +67,19 @@ def test_the_plan_shows_the_first_prompt(tmp_path: Path) -> None:
     assert prompt_lines(config)[0] == "training: addition, without end"
 
 
+def test_the_plan_shows_both_ends_of_the_prompt_and_what_it_leaves_out(tmp_path: Path) -> None:
+    config = own_data(tmp_path, {"question": "1+" * 300 + "2=", "answer": "2"})
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    )
+    shown, caution = prompt_lines(config)[2:4]
+    assert "reads it: '1+1+" in shown and " … " in shown and shown.endswith("+1+2='")
+    assert caution.startswith("caution: it leaves out the tokenizer's chat template")
+    config.data.chat = True
+    lines = prompt_lines(config)
+    assert lines[2].endswith("2=<assistant>'") and "leaves out" not in str(lines)
+
+
 def test_the_plan_lists_the_sources(tmp_path: Path) -> None:
     config = own_data(tmp_path, {"question": "1+1=\n", "answer": "2"})
     reward = {"function": "my:reward", "workers": 3}
