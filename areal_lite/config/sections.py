@@ -140,7 +140,9 @@ class RolloutConfig:
         within=(1, 1024),
     )
     episode_timeout_s: float = setting(
-        1800.0, "Longest time for an episode in these processes, in seconds.", within=SECONDS
+        1800.0,
+        "Longest time that the code of an episode may take, in seconds, without that of servers.",
+        within=SECONDS,
     )
     interrupt: str = setting(
         "in_place",

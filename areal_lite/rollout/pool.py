@@ -30,6 +30,8 @@ from areal_lite.workers.process import pack, unpack
 _BLOCKED_S = 30.0
 # With more, a process that ends takes too many others with it, which begin anew.
 _EPISODES_A_WORKER = 64
+# An episode without end would ask for more.
+_MOST_COMPLETIONS = 10_000
 
 Sampler = Callable[[np.ndarray, SamplingParams], Awaitable[Completion]]
 
@@ -109,12 +111,17 @@ class _Completions:
         known = next((one for one in self._unclaimed if one[0] == question), None)
         if known:
             self._unclaimed.remove(known)
+        elif len(self._asked) == _MOST_COMPLETIONS:
+            return self._refused()
         else:
             asked = unpack(body, Complete)
             sampling = self._samplers[asked.place](asked.tokens, asked.params)
             known = question, asyncio.ensure_future(sampling)
             self._asked.append(known)
         return self._packed(known[1])
+
+    async def _refused(self) -> msgspec.Raw:
+        raise ValueError(f"the episode has asked for {_MOST_COMPLETIONS} completions")
 
     async def _packed(self, completion: asyncio.Future[Completion]) -> msgspec.Raw:
         return pack(await asyncio.shield(completion))

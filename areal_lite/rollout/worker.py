@@ -1,7 +1,7 @@
 """A process that plays episodes: `python -m areal_lite.rollout.worker` (workers/process.py).
 
 It runs the code of the user that makes trajectories: workflows with their tools and agents, filters
-and prompts. Many episodes share its event loop, and each has `rollout.episode_timeout_s`.
+and prompts. Many episodes share its event loop. The code of each has `rollout.episode_timeout_s`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from contextvars import copy_context
@@ -117,6 +118,8 @@ class EpisodeWorker:
         self._closed = asyncio.Event()
         self._calls = count()
         self._answers: dict[int, asyncio.Future[Answer | Refused]] = {}
+        # Completions that each request waits for.
+        self._asking: Counter[int] = Counter()
         # The supervisors and the tasks of the requests, the oldest first.
         self._running: dict[int, tuple[asyncio.Task[None], asyncio.Task[Any]]] = {}
 
@@ -169,14 +172,15 @@ class EpisodeWorker:
         number = request.number
         began, reason, detail = time.perf_counter(), "exception", "nobody waits for it"
         with suppress(asyncio.CancelledError):
-            await asyncio.wait([work], timeout=request.limit_s)
-            reason, detail = "timeout", f"it took longer than {self._limit_s:g} s"
+            await self._own_time(work, number, request.limit_s)
+            reason, detail = "timeout", f"its code took longer than {self._limit_s:g} s"
         if expired := not work.done():
             detail += f" (rollout.episode_timeout_s), at {waiting_at(work)}"
             work.cancel()
             await asyncio.wait([work], timeout=_GRACE_S)
         is_stuck = not work.done() or marks.is_marked(number)
         del self._running[number]
+        self._asking.pop(number, None)
         result: dict[str, Any] = {"number": number, "seconds": time.perf_counter() - began}
         if not expired and not work.cancelled() and work.exception() is None:
             self._pipes.send(Done(**result, body=work.result()))
@@ -187,6 +191,18 @@ class EpisodeWorker:
             if isinstance(error, MemoryError):  # what leaked stays
                 is_stuck, reason = True, "died"
         self._pipes.send(Failed(**result, reason=reason, detail=detail, is_stuck=is_stuck))
+
+    async def _own_time(self, work: asyncio.Task[Any], number: int, limit_s: float) -> None:
+        """Wait for `work`, until its own code has taken `limit_s`.
+
+        The time in which it waits for a completion does not count: servers may be slow, or gone.
+        """
+        own_s = 0.0
+        while not work.done() and own_s < limit_s:
+            asked, began = self._asking[number], time.perf_counter()
+            await asyncio.wait([work], timeout=min(_BEAT_S, limit_s - own_s))
+            if not asked and not self._asking[number]:
+                own_s += time.perf_counter() - began
 
     async def _result(self, request: Request) -> msgspec.Raw:
         """Do what a request asks for."""
@@ -223,7 +239,12 @@ class EpisodeWorker:
         answer = self._answers[call] = asyncio.get_running_loop().create_future()
         question = pack(Complete(place, tokens, params))
         self._pipes.send(Ask(number=number, call=call, body=question))
-        answered = await answer
+        self._asking[number] += 1
+        try:
+            answered = await answer
+        finally:
+            if number in self._asking:
+                self._asking[number] -= 1
         if isinstance(answered, Refused):
             raise ValueError(answered.error)
         return unpack(answered.body, Completion)

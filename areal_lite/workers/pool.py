@@ -67,13 +67,11 @@ from areal_lite.workers.process import (
 log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 120.0
 _CLOSE_S = 5.0
-# A task that begins anew has at least so long.
-_LEAST_S = 1.0
 # Replies may have come while the event loop was busy: they are read before a time-out is believed.
 _RECHECK_S = 0.02
 LATE_S = 3.0
 """A worker that executes many tasks at once gives a sign of life more often than this."""
-# A task fails when it was suspected so often, and stays with a late worker when it was moved.
+# A task fails when it was suspected so often, and stays with a late worker after so many restarts.
 _MOST_SUSPECTED, _MOST_MOVED = 3, 2
 # What workers print goes to the log: at once so much, and then so much a second. Then they wait.
 _OUTPUT_BYTES, _OUTPUT_BYTES_PER_S = 1 << 20, 1 << 16
@@ -102,13 +100,13 @@ class Task:
 
     number: int
     body: msgspec.Raw
-    deadline: float
+    limit_s: float
     result: asyncio.Future[msgspec.Raw]
     name: str
     ask: Asked | None
     restarted: Callable[[], None] | None
     suspected: int = 0
-    moved: int = 0
+    restarts: int = 0
     asking: set[asyncio.Task[None]] = field(default_factory=set)
 
 
@@ -169,12 +167,12 @@ class WorkerProcess(asyncio.SubprocessProtocol):
 
     def send(self, task: Task) -> None:
         self.tasks[task.number] = task
-        now = self._loop.time()
         if len(self.tasks) == 1:
-            self.waiting_since = now
+            self.waiting_since = self._loop.time()
             if self._watchdog is None:
                 self._watch()
-        limit_s = max(task.deadline - now, _LEAST_S)
+        # Others may end its process again and again, and it must end, too.
+        limit_s = task.limit_s / (1 + task.restarts)
         self._stdin.write(frame(Request(number=task.number, body=task.body, limit_s=limit_s)))
 
     def cancel(self, task: Task) -> None:
@@ -332,9 +330,9 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self._was_late, marked = True, self._marked()
         if marked and not self.lingers:
             self.lingers = True
-            moving = [t for t in self.tasks.values() if t not in marked and t.moved < _MOST_MOVED]
+            others = [task for task in self.tasks.values() if task not in marked]
+            moving = [task for task in others if task.restarts < _MOST_MOVED]
             for task in moving:
-                task.moved += 1
                 self.cancel(task)
                 del self.tasks[task.number]
             self._pool.on_retired(self, moving)
@@ -465,7 +463,7 @@ class WorkerPool:
         ask: Asked | None = None,
         restarted: Callable[[], None] | None = None,
     ) -> msgspec.Raw:
-        """Return the result of a task, which a concurrent worker gives up after `limit_s`.
+        """Return the result of a task, which may take `limit_s` in a concurrent worker.
 
         Raises TaskFailed if this task fails, RuntimeError if the pool cannot be used.
         """
@@ -476,12 +474,11 @@ class WorkerPool:
             packed = pack(body)
         except UnicodeEncodeError as error:
             raise TaskFailed("exception", f"the text cannot be encoded: {error}") from None
-        loop = asyncio.get_running_loop()
         task = Task(
             number=number,
             body=packed,
-            deadline=loop.time() + limit_s,
-            result=loop.create_future(),
+            limit_s=limit_s,
+            result=asyncio.get_running_loop().create_future(),
             name=name,
             ask=ask,
             restarted=restarted,
@@ -535,6 +532,7 @@ class WorkerPool:
         """Take back the tasks that a worker had not finished; replace it if it ever worked."""
         self._queue.extendleft(reversed(unfinished))
         for task in unfinished:
+            task.restarts += 1
             if task.restarted:
                 task.restarted()
         if replace and worker.started and not self._unusable:

@@ -53,7 +53,10 @@ class _Message(msgspec.Struct, array_like=True, tag=True, kw_only=True):
 
 
 class Request(_Message):
-    """Work to do within `limit_s`. `number` differs for each one of a pool; 0 is the setup."""
+    """Work to do. `number` differs for each one of a pool; 0 is the setup.
+
+    `limit_s` bounds the time that its code takes, without that of the pool's answers.
+    """
 
     number: int
     body: msgspec.Raw

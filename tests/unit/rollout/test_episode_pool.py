@@ -103,6 +103,9 @@ async def act(episode):
         await asyncio.to_thread(naps, 0.01)
         threading.Thread(target=os._exit, args=[1]).start()
         await asyncio.sleep(60)
+    while what == "ask for ever":
+        await Transcript(episode, [5, len(transcript.tokens)]).sample()
+        transcript.add_tokens([5])
     if what == "nothing":
         return None
     await transcript.sample()
@@ -444,5 +447,26 @@ def test_a_blocked_process_does_not_hold_up_the_others(model: Path) -> None:
             (napped,) = await slow
             assert isinstance(fine, Played) and isinstance(napped, Played)
             blocked.cancel()
+
+    asyncio.run(main())
+
+
+def test_what_servers_take_is_not_the_time_of_an_episode(model: Path) -> None:
+    async def main() -> None:
+        async with pool_of(model, episode_timeout_s=1.0) as pool:
+            (played,) = await outcome(pool, "fine", Servers(2.5))
+            assert isinstance(played, Played)
+
+    asyncio.run(main())
+
+
+def test_an_episode_that_never_stops_asking_fails(model: Path, monkeypatch) -> None:
+    monkeypatch.setattr("areal_lite.rollout.pool._MOST_COMPLETIONS", 50)
+
+    async def main() -> None:
+        async with pool_of(model) as pool:
+            servers = Servers()
+            (failure,) = await outcome(pool, "ask for ever", servers)
+            assert "has asked for 50 completions" in failure and len(servers.asked) == 50
 
     asyncio.run(main())
