@@ -31,7 +31,7 @@ from tests.integration.controller_run import Run, push, wrong_with
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ("hang", "block", "crash", "leak", "exit")
 PROMPTS, SHARE, GROUP_SIZE, BATCH = 3000, 0.01, 4, 64
-TRAIN_S, TOKEN_S, TIMEOUT_S = 0.5, 0.15, 20.0
+TRAIN_S, TOKEN_S, TIMEOUT_S = 1.0, 0.6, 45.0
 SCHEDULES = {
     "sync": {"buffer__max_staleness": 0, "rollout__interrupt": "none"},
     "one_step": {"buffer__max_staleness": 1, "rollout__interrupt": "none"},
