@@ -58,11 +58,9 @@ def _turns(config: ChatConfig, folder: Path, run_dir: Path) -> Iterator[Coroutin
     data = load_config(Path(config.run_dir)).data if config.run_dir else DataConfig()
     tokenizer = Tokenizer(folder, data.chat_template_kwargs)
     conversation = Conversation(tokenizer, config, data.system_prompt)
-    end = "" if config.prompts else f"; {_QUIT} ends the chat"
-    print(f"{folder} ({conversation.kind}){end}", file=sys.stderr)
+    if not config.prompts:
+        print(f"{folder} ({conversation.kind}); {_QUIT} ends the chat", file=sys.stderr)
     for number, line in enumerate(config.prompts or _lines()):
-        if config.prompts:
-            conversation = Conversation(tokenizer, config, data.system_prompt)
         if not number:
             lines = reading(tokenizer, conversation.text(line), conversation.raw)
             print(*lines, sep="\n", file=sys.stderr)
@@ -86,6 +84,7 @@ class Conversation:
         self._messages: list[Message] = []
         if system_prompt is not None:
             self._messages.append({"role": "system", "content": system_prompt})
+        self._alone = bool(config.prompts)
         self.raw = config.raw or not marks_turns(tokenizer)
 
     @property
@@ -104,11 +103,10 @@ class Conversation:
         return np.asarray(tokens, np.int32)
 
     def record(self, line: str, answer: str) -> None:
-        """Add a line and its answer to the conversation."""
-        self._messages += [
-            {"role": "user", "content": line},
-            {"role": "assistant", "content": answer},
-        ]
+        """Add a line and its answer, unless each prompt is answered by itself."""
+        if not self._alone:
+            said = {"user": line, "assistant": answer}
+            self._messages += [{"role": role, "content": text} for role, text in said.items()]
 
 
 async def _turn(config: ChatConfig, run_dir: Path, conversation: Conversation, line: str) -> None:

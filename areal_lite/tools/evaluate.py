@@ -98,10 +98,7 @@ async def _while_servers_last(work: Coroutine[Any, Any, None], pool: ServerPool)
 
 
 def reading(tokenizer: Tokenizer, text: str, raw: bool) -> list[str]:
-    """Show the first prompt as the model reads it, and caution about its form and its end.
-
-    `raw`: no chat template made its text.
-    """
+    """Show the first prompt, `raw` or made by a chat template, and what may be wrong with it."""
     lines = [f"the first one, as the model reads it: {excerpt(text, _SHOWN)}"]
     if raw and marks_turns(tokenizer):
         lines.append("caution: it leaves out the tokenizer's chat template (data.chat, raw)")
@@ -122,7 +119,7 @@ def end_of_turn(tokenizer: Tokenizer, raw: bool = False) -> str | None:
         return "no token ends an answer: set eos_token_id in generation_config.json"
     names = {number: name for name, number in tokenizer.ids.items()}
     stops = " and ".join(
-        f"{names.get(i)!r} ({', '.join(files)})" if files else f"{names.get(i)!r}"
+        f"{names.get(i)!r} ({', '.join(files) or 'tokenizer.json'})"
         for i, files in tokenizer.ends.items()
     )
     with suppress(ValueError):  # no template, or one for a single turn

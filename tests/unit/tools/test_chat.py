@@ -89,3 +89,9 @@ def test_a_run_is_asked_as_it_was_trained(tmp_path, capsys):
 def test_lines_end_with_the_input_or_with_quit(monkeypatch, text, lines):
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     assert list(_lines()) == lines
+
+
+def test_given_prompts_are_asked_each_by_itself(tmp_path):
+    conversation = Conversation(tokenizer(tmp_path, TEMPLATE), ChatConfig(prompts=["a", "b"]))
+    conversation.record("a", "1")
+    assert asked(conversation, "b") == "<user>b<assistant>"
