@@ -7,6 +7,7 @@ metrics and thresholds.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from areal_lite.config.help import show
 from areal_lite.run_dir.store_format import NOT_KEPT
 from areal_lite.tools.commands import DiagnoseConfig, existing_run
 from areal_lite.tools.diagnose import failures, learning, signals, speed
-from areal_lite.tools.diagnose.history import Advice, History, Severity, Sign, limit, read_history
+from areal_lite.tools.diagnose.history import Advice, History, Severity, limit, read_history
 
 GUIDE = [
     advice
@@ -38,19 +39,11 @@ class Finding(NamedTuple):
 
 def diagnose(run: History) -> list[Finding]:
     """Return the findings about a run, alarms before hints."""
-    signs: list[tuple[Advice, Sign]] = []
-    for advice in GUIDE:
-        if sign := advice.check(run):
-            signs.append((advice, sign))
+    signs = [(replace(one, **sign.words), sign) for one in GUIDE if (sign := one.check(run))]
     names = {advice.name for advice, _ in signs}
     found = [
         Finding(
-            name=advice.name,
-            severity=sign.severity,
-            title=sign.title or advice.title,
-            evidence=sign.evidence,
-            cause=advice.cause,
-            change=sign.change or advice.change,
+            advice.name, sign.severity, advice.title, sign.evidence, advice.cause, advice.change
         )
         for advice, sign in signs
         if names.isdisjoint(advice.unless)

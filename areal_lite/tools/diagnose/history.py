@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, partial
@@ -39,8 +39,7 @@ class Sign(NamedTuple):
 
     severity: Severity
     evidence: str
-    title: str = ""  # a closer one than the kind's, and what to change then
-    change: str = ""
+    words: Mapping[str, str] = {}  # title, cause and change, where they are closer than the kind's
 
 
 alarm = partial(Sign, Severity.ALARM)

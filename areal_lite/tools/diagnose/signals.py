@@ -20,15 +20,29 @@ CUT = "nearly every answer is cut off"
 CONSTANT = "nearly every answer has the same reward, and it is not 0"
 ZERO = "nearly no answer is rewarded"
 UNIFORM = "all answers to a prompt have the same reward"
-_CHANGE = {
-    EMPTY: "look at the prompt as the model reads it and at what ends an answer (`areal-lite train "
-    "--dry-run`): set `data.chat`, or eos_token_id in generation_config.json",
-    CUT: "raise `rollout.max_new_tokens`; look at what ends an answer (`areal-lite train "
-    "--dry-run`)",
-    CONSTANT: "use harder prompts, or mend `reward.function`, which gives every answer the same",
-    ZERO: "read the answers: if some are right, mend `reward.function` or the data; otherwise use "
-    "easier prompts that say how to answer, or a better model",
-    UNIFORM: "use prompts that are solved now and then, or raise `rollout.temperature`",
+_WORDS = {  # the cause, and what to change
+    EMPTY: (
+        "the chat template is missing or another model's, or the wrong tokens end an answer",
+        "look at the prompt as the model reads it (`train --dry-run`): set `data.chat`, or "
+        "eos_token_id in generation_config.json",
+    ),
+    CUT: (
+        "answers are longer than allowed, or the model does not end them",
+        "raise `rollout.max_new_tokens`; look at what ends an answer (`train --dry-run`)",
+    ),
+    CONSTANT: (
+        "the prompts are solved, or the reward function does not tell answers apart",
+        "use harder prompts, or mend `reward.function`",
+    ),
+    ZERO: (
+        "the policy cannot solve these prompts, or no answer can satisfy the reward function",
+        "read the answers: if some are right, mend `reward.function` or the data; otherwise use "
+        "easier prompts that say how to answer, or a better model",
+    ),
+    UNIFORM: (
+        "some prompts are solved and others too hard, or answers to a prompt are alike",
+        "use prompts that are solved now and then, or raise `rollout.temperature`",
+    ),
 }
 
 
@@ -61,10 +75,8 @@ def _newest(run: History) -> _Newest | None:
 
 def _compares_groups(run: History) -> bool:
     """Return whether an advantage is the difference from the other rewards of its group."""
-    advantage = run.config.algo.advantage
-    return advantage.estimator == "rloo" or (
-        advantage.estimator == "grpo" and advantage.mean == "group"
-    )
+    own = run.config.algo.advantage
+    return own.estimator == "rloo" or (own.estimator == "grpo" and own.mean == "group")
 
 
 @finding(
@@ -119,7 +131,7 @@ def few_signals(run: History) -> Sign | None:
         f"{len(rewards) - up} at the bottom; mean reward {means.mean():.2f}"
     )
     kind = "easy: all their trajectories succeed" if easy else "hard: all their trajectories fail"
-    return found._replace(title=f"Most groups are too {kind}")
+    return found._replace(words={"title": f"Most groups are too {kind}"})
 
 
 def _first_evaluation(run: History) -> Sign | None:
@@ -160,4 +172,5 @@ def _sign(run: History, severity: Severity, kind: str, text: str) -> Sign:
             answer, asked = row["completion"] or "", (row["prompt"] or "")[-_SHOWN:]
             text += f"\n  reward {reward}{cut}: {excerpt(answer, _SHOWN)}"
             text += f"; {row['prompt_id']!r} ends {excerpt(asked, _SHOWN)}"
-    return Sign(severity, text, f"No signal: {kind}", _CHANGE[kind])
+    cause, change = _WORDS[kind]
+    return Sign(severity, text, {"title": f"No signal: {kind}", "cause": cause, "change": change})
