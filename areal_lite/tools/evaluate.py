@@ -132,7 +132,7 @@ def end_of_turn(tokenizer: Tokenizer, raw: bool = False) -> str | None:
             )
     named = [set(files) for files in tokenizer.ends.values() if files]
     agree = not named or set.intersection(*named)  # or a file names all of them
-    return None if agree else f"answers end at {stops}: these files disagree about it"
+    return None if agree else f"answers end at {stops}, as these files name different tokens"
 
 
 async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:
