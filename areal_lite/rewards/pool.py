@@ -5,7 +5,7 @@ The time-out counts from the start of a sample's execution, however long the sam
 
 from __future__ import annotations
 
-from areal_lite.rewards.worker import ENV_TIMEOUT_S, Sample
+from areal_lite.rewards.worker import Sample
 from areal_lite.workers.pool import Task, WorkerPool
 from areal_lite.workers.process import Done, Failed, unpack
 
@@ -21,11 +21,10 @@ class RewardPool(WorkerPool):
         super().__init__(
             function,
             "areal_lite.rewards.worker",
-            function,
+            (function, timeout_s),
             size=workers,
             silence_s=timeout_s,
             sequential=True,
-            environment={ENV_TIMEOUT_S: str(timeout_s)},
         )
         # Moving average of execution times; assume slow samples at first.
         self._mean_s = 1.0

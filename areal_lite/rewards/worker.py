@@ -17,12 +17,11 @@ from areal_lite.extensions import load_object
 from areal_lite.workers.process import (
     Done,
     Failed,
-    Pipes,
     Ready,
     Request,
-    fork_worker,
     pack,
     short_text,
+    start_worker,
     unpack,
 )
 
@@ -95,16 +94,15 @@ def _finite(reward: object) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def _load(name: str, timeout_s: float) -> RewardFunction:
+    os.environ[ENV_TIMEOUT_S] = str(timeout_s)
+    return load_reward_function(name)
+
+
 def main() -> None:
     """Answer requests until standard input ends."""
-    fork_worker()
+    pipes, function = start_worker(_load)
     pid = os.getpid()
-    pipes = Pipes()
-    try:
-        function = load_reward_function(pipes.setup(str))
-    except ValueError as error:
-        pipes.send(Ready(error=str(error)))
-        return
     pipes.send(Ready())
     # One event loop for all samples, so that an async function may keep its connections.
     with asyncio.Runner() as runner:

@@ -7,10 +7,9 @@ and prompts. Many episodes share its event loop. The code of each has `rollout.e
 from __future__ import annotations
 
 import asyncio
-import pickle
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
@@ -22,7 +21,7 @@ import numpy as np
 import uvloop
 
 from areal_lite.config.data import Sampled
-from areal_lite.data.prompts import Prompt, PromptSet, Split, load_prompts
+from areal_lite.data.prompts import Prompt, Split, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.extensions import load_object
 from areal_lite.rollout.episode import Episode, is_grouped, load_workflow, play, started
@@ -40,30 +39,16 @@ from areal_lite.workers.process import (
     Failed,
     Pipes,
     Ready,
-    Refused,
     Request,
-    fork_worker,
     pack,
     short_text,
+    start_worker,
     unpack,
 )
 
 _BEAT_S = 1.0
 # A cancelled task has so long to end by itself.
 _GRACE_S = 2.0
-
-
-class Setup(msgspec.Struct):
-    """What a worker serves: the workflow, the filters and the splits of prompts of a source.
-
-    `config` has the settings of the source, a pickled `Sampled`. A worker that is silent for
-    `silence_s` is killed.
-    """
-
-    config: bytes
-    filters: list[str]
-    splits: list[Split]
-    silence_s: float
 
 
 class Play(msgspec.Struct, tag=True):
@@ -97,34 +82,39 @@ class Complete(msgspec.Struct):
     params: SamplingParams
 
 
-class EpisodeWorker:
-    """Answers the requests of a pool, all at the same time."""
+def own_filters(config: Sampled) -> list[str]:
+    """Return the filters that are code of the user."""
+    return [name for name in config.rollout.filters if ":" in name]
 
-    def __init__(self, pipes: Pipes, setup: Setup):
+
+class EpisodeWorker:
+    """Answers the requests of a pool, all at the same time.
+
+    It serves the workflow, the filters and `splits` of the prompts of a source. The pool kills it
+    when it is silent for `silence_s`.
+    """
+
+    def __init__(self, config: Sampled, splits: Sequence[Split], silence_s: float):
         """Load what it serves. Raises ValueError if something cannot be used."""
-        self._pipes = pipes
-        self._silence_s = setup.silence_s
-        # From the pool's own process, over a pipe.
-        self._config: Sampled = pickle.loads(setup.config)
-        config = self._config
-        self._limit_s = config.rollout.episode_timeout_s
+        self._config, self._silence_s = config, silence_s
         self._tokenizer = Tokenizer(config.model, config.data.chat_template_kwargs)
         self._workflow = load_workflow(config.rollout)
-        self._filters = {name: load_object("rollout.filters", name) for name in setup.filters}
-        self._prompts: Mapping[Split, PromptSet] = {
+        self._filters = {n: load_object("rollout.filters", n) for n in own_filters(config)}
+        self._prompts = {
             split: load_prompts(config.data, config.model, split, config.reward.function)
-            for split in setup.splits
+            for split in splits
         }
         self._closed = asyncio.Event()
         self._calls = count()
-        self._answers: dict[int, asyncio.Future[Answer | Refused]] = {}
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
         # Completions that each request waits for.
         self._asking: Counter[int] = Counter()
         # The supervisors and the tasks of the requests, the oldest first.
         self._running: dict[int, tuple[asyncio.Task[None], asyncio.Task[Any]]] = {}
 
-    async def serve(self) -> None:
+    async def serve(self, pipes: Pipes) -> None:
         """Answer requests until the pool closes its pipe."""
+        self._pipes = pipes
         loop = asyncio.get_running_loop()
         marks.install(loop)
         try:
@@ -159,7 +149,7 @@ class EpisodeWorker:
                 )
                 supervisor = asyncio.create_task(self._supervise(message, work))
                 self._running[message.number] = supervisor, work
-            elif isinstance(message, Answer | Refused):
+            elif isinstance(message, Answer):
                 answer = self._answers.pop(message.call)
                 if not answer.done():
                     answer.set_result(message)
@@ -173,7 +163,8 @@ class EpisodeWorker:
         began, reason, detail = time.perf_counter(), "exception", "nobody waits for it"
         with suppress(asyncio.CancelledError):
             await self._own_time(work, number, request.limit_s)
-            reason, detail = "timeout", f"its code took longer than {self._limit_s:g} s"
+            limit_s = self._config.rollout.episode_timeout_s
+            reason, detail = "timeout", f"its code took longer than {limit_s:g} s"
         if expired := not work.done():
             detail += f" (rollout.episode_timeout_s), at {waiting_at(work)}"
             work.cancel()
@@ -245,20 +236,14 @@ class EpisodeWorker:
         finally:
             if number in self._asking:
                 self._asking[number] -= 1
-        if isinstance(answered, Refused):
+        if answered.error is not None:
             raise ValueError(answered.error)
         return unpack(answered.body, Completion)
 
 
 def main() -> None:
-    fork_worker()
-    pipes = Pipes()
-    try:
-        worker = EpisodeWorker(pipes, pipes.setup(Setup))
-    except Exception as error:  # a user's module may raise anything
-        pipes.send(Ready(error=short_text("{}", error)))
-        return
-    uvloop.run(worker.serve())
+    pipes, worker = start_worker(EpisodeWorker)
+    uvloop.run(worker.serve(pipes))
 
 
 if __name__ == "__main__":

@@ -25,16 +25,19 @@ lasts: the kernel kills children with the thread that made them.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import os
+import pickle
 import re
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from textwrap import indent
 from typing import Any, cast
@@ -44,7 +47,6 @@ import msgspec
 from areal_lite.system.processes import dying_with_me, visible
 from areal_lite.workers.process import (
     ENV_MARKS,
-    ENV_WORKERS,
     MARKS,
     MARKS_BYTES,
     Answer,
@@ -54,7 +56,6 @@ from areal_lite.workers.process import (
     Done,
     Failed,
     Ready,
-    Refused,
     Request,
     ToPool,
     frame,
@@ -73,14 +74,18 @@ LATE_S = 3.0
 """A worker that executes many tasks at once gives a sign of life more often than this."""
 # A task fails when it was suspected so often, and stays with a late worker after so many restarts.
 _MOST_SUSPECTED, _MOST_MOVED = 3, 2
+# A task without end would ask more.
+_MOST_QUESTIONS = 10_000
 # What workers print goes to the log: at once so much, and then so much a second. Then they wait.
 _OUTPUT_BYTES, _OUTPUT_BYTES_PER_S = 1 << 20, 1 << 16
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 _DECODER = msgspec.msgpack.Decoder(ToPool)
+Answering = Callable[[msgspec.Raw], Coroutine[Any, Any, msgspec.Raw]]
+"""Answers a question of a task, or raises an error that the task is told."""
 
 
-Asked = Callable[[msgspec.Raw], Awaitable[msgspec.Raw]]
-"""Answers a question of a task, or raises what the task is told."""
+async def _refuse() -> msgspec.Raw:
+    raise ValueError(f"it has asked {_MOST_QUESTIONS} questions")
 
 
 class TaskFailed(Exception):
@@ -95,7 +100,8 @@ class TaskFailed(Exception):
 class Task:
     """A piece of work, with its body encoded, and the future of its result.
 
-    `ask` answers a question of it. `restarted` is called when it must begin anew.
+    `answer` answers its questions. `asked` has their digests and answers, and `unclaimed` those
+    that it has not asked again since it began anew.
     """
 
     number: int
@@ -103,11 +109,26 @@ class Task:
     limit_s: float
     result: asyncio.Future[msgspec.Raw]
     name: str
-    ask: Asked | None
-    restarted: Callable[[], None] | None
+    answer: Answering | None
     suspected: int = 0
     restarts: int = 0
-    asking: set[asyncio.Task[None]] = field(default_factory=set)
+    asked: list[tuple[bytes, asyncio.Task[msgspec.Raw]]] = field(default_factory=list)
+    unclaimed: list[tuple[bytes, asyncio.Task[msgspec.Raw]]] = field(default_factory=list)
+
+    def ask(self, body: msgspec.Raw) -> asyncio.Task[msgspec.Raw]:
+        """Begin to answer a question. Raises ValueError if the task must not ask."""
+        if self.answer is None:
+            raise ValueError("it asked something")
+        question = hashlib.blake2b(bytes(body), digest_size=16).digest()
+        known = next((one for one in self.unclaimed if one[0] == question), None)
+        if known:
+            self.unclaimed.remove(known)
+        elif len(self.asked) == _MOST_QUESTIONS:
+            return asyncio.create_task(_refuse())
+        else:
+            known = question, asyncio.create_task(self.answer(body))
+            self.asked.append(known)
+        return known[1]
 
 
 class WorkerProcess(asyncio.SubprocessProtocol):
@@ -148,9 +169,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             env={
                 **os.environ,
                 **dying_with_me(),
-                **self._pool.environment,
                 ENV_MARKS: str(self._file.fileno()),
-                ENV_WORKERS: str(self._pool.size),
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             },
         )
@@ -186,10 +205,14 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self._stdin.close()
         return self.gone
 
-    def stop(self) -> None:
-        """Kill the process and everything that it started; its tasks go back to the pool."""
-        self._retire()
-        self._kill()
+    def stop(self, reason: str | None = None, detail: str = "") -> None:
+        """Kill the process and everything that it started; its tasks go back to the pool.
+
+        With a `reason`, the tasks that it executes fail for it.
+        """
+        self._retire(reason, detail)
+        with suppress(ProcessLookupError):  # it has ended
+            self._transport.terminate()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._pool.workers.append(self)
@@ -214,7 +237,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             if self._pool.sequential and self._received and self.started and not self.tasks:
                 raise ValueError("it sent something without a request")
         except (ValueError, RecursionError, msgspec.MsgspecError) as error:
-            self._fail("died", f"its process did not keep to the protocol: {error}")
+            self.stop("died", f"its process did not keep to the protocol: {error}")
         self._pool.dispatch()
 
     def process_exited(self) -> None:
@@ -225,10 +248,6 @@ class WorkerProcess(asyncio.SubprocessProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Report the end of the process, after all of its output."""
         self._retire("died", f"its process ended with status {self._transport.get_returncode()}")
-        if not self.ready.done():
-            self.ready.set_result(
-                f"a worker of {self._pool.name} ended while it was starting; see its error output"
-            )
         self._pool.workers.remove(self)
         self._file.close()
         self.gone.set_result(None)
@@ -269,24 +288,21 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             raise ValueError(f"there is no request for its reply {message.number}")
         if isinstance(message, Ask):
             task = self.tasks[message.number]
-            if task.ask is None:
-                raise ValueError("it asked something")
-            answering = self._loop.create_task(self._answer(message.call, task.ask(message.body)))
-            task.asking.add(answering)
-            answering.add_done_callback(task.asking.discard)
+            task.ask(message.body).add_done_callback(partial(self._answer, message.call))
             return
         self._pool.settle(self.tasks.pop(message.number), message)
         if (isinstance(message, Failed) and message.is_stuck) or (self.lingers and not self.tasks):
             self.stop()
 
-    async def _answer(self, call: int, body: Awaitable[msgspec.Raw]) -> None:
-        """Answer a question of a task."""
-        try:
-            answer = Answer(call=call, body=await body)
-        except Exception as error:
-            answer = Refused(call=call, error=short_text("{}", error))
+    def _answer(self, call: int, answer: asyncio.Task[msgspec.Raw]) -> None:
+        if answer.cancelled():
+            return  # the task has ended
+        if error := answer.exception():
+            message = Answer(call=call, error=short_text("{}", error))
+        else:
+            message = Answer(call=call, body=answer.result())
         if not self._retired:
-            self._stdin.write(frame(answer))
+            self._stdin.write(frame(message))
 
     def _on_ready(self, message: ToPool) -> None:
         if self.ready.done() or not isinstance(message, Ready):
@@ -320,7 +336,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             self._linger()
         else:
             what = "it ran" if self._pool.sequential else "it blocked its process"
-            self._fail("timeout", f"{what} for longer than {limit_s:g} s")
+            self.stop("timeout", f"{what} for longer than {limit_s:g} s")
 
     def _linger(self) -> None:
         """Have another worker take the place of this one, with the tasks that it is not executing.
@@ -339,20 +355,17 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         limit_s = self._pool.silence_s - LATE_S
         self._watchdog = self._loop.call_later(limit_s, self._watch, self.waiting_since)
 
-    def _fail(self, reason: str, detail: str) -> None:
-        """End the process because of what it executes, or of its start."""
-        if not self.ready.done():
-            self.ready.set_result(f"a worker could not load {self._pool.name}: {detail}")
-        self._retire(reason, detail)
-        self._kill()
-
     def _retire(self, reason: str | None = None, detail: str = "") -> None:
-        """Take the worker out of service; with a `reason`, what it executed fails for it."""
+        """Take the worker out of service; `reason` is as in `stop`."""
         if self._retired:
             return
         self._retired = True
         if self._watchdog:
             self._watchdog.cancel()
+        if not self.ready.done():
+            self.ready.set_result(
+                f"a worker of {self._pool.name} cannot start: {detail}; see its error output"
+            )
         seconds = self._loop.time() - self.waiting_since
         if reason and (guilty := self._guilty()):
             detail += f" at {place}" if (place := self._last_place()) else ""
@@ -387,13 +400,9 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         stack = crashed or dump.rpartition("Thread 0x")[2]  # of the first thread
         return place_of([(file, int(line), name) for file, line, name in _FRAME.findall(stack)])
 
-    def _kill(self) -> None:
-        with suppress(ProcessLookupError):  # it has ended
-            self._transport.terminate()
-
 
 class WorkerPool:
-    """`size` processes that execute tasks: `python -m module`, which gets `setup` first.
+    """`size` processes that execute tasks: `python -m module`, which loads `setup` first.
 
     `name` says in messages whose code they run. `facts` are what the workers say of themselves.
     """
@@ -402,19 +411,17 @@ class WorkerPool:
         self,
         name: str,
         module: str,
-        setup: Any,
+        setup: tuple[Any, ...],
         *,
         size: int,
         silence_s: float,
         sequential: bool,
-        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.module = module
-        self.setup = pack(setup)
+        self.setup = pack(pickle.dumps((size, setup)))
         self.silence_s = silence_s
         self.sequential = sequential
-        self.environment = environment or {}
         self.workers: list[WorkerProcess] = []
         self.facts: dict[str, Any] = {}
         self.size = size
@@ -460,8 +467,7 @@ class WorkerPool:
         body: Any,
         name: str = "",
         limit_s: float = math.inf,
-        ask: Asked | None = None,
-        restarted: Callable[[], None] | None = None,
+        answer: Answering | None = None,
     ) -> msgspec.Raw:
         """Return the result of a task, which may take `limit_s` in a concurrent worker.
 
@@ -469,27 +475,25 @@ class WorkerPool:
         """
         if self._unusable:
             raise RuntimeError(self._unusable)
-        number = next(self._numbers)
         try:
             packed = pack(body)
         except UnicodeEncodeError as error:
             raise TaskFailed("exception", f"the text cannot be encoded: {error}") from None
         task = Task(
-            number=number,
+            number=next(self._numbers),
             body=packed,
             limit_s=limit_s,
             result=asyncio.get_running_loop().create_future(),
             name=name,
-            ask=ask,
-            restarted=restarted,
+            answer=answer,
         )
         self._queue.append(task)
         self.dispatch()
         try:
             return await task.result
         finally:
-            for asking in task.asking:
-                asking.cancel()
+            for _, asked in task.asked:
+                asked.cancel()
             if task.result.cancelled():
                 for worker in self.workers:
                     worker.cancel(task)
@@ -533,8 +537,7 @@ class WorkerPool:
         self._queue.extendleft(reversed(unfinished))
         for task in unfinished:
             task.restarts += 1
-            if task.restarted:
-                task.restarted()
+            task.unclaimed = list(task.asked)
         if replace and worker.started and not self._unusable:
             replacing = asyncio.get_running_loop().create_task(self._replace())
             self._replacements.add(replacing)

@@ -22,13 +22,14 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import pickle
 import resource
 import signal
 import struct
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,7 +42,7 @@ from areal_lite.workers.folders import remove_folder
 
 T = TypeVar("T")
 NUM_MARKS = 64
-MARKS = struct.Struct(f"<{NUM_MARKS}q")
+MARKS = struct.Struct(f"{NUM_MARKS}q")
 MARKS_BYTES = MARKS.size
 ENV_MARKS = "AREAL_LITE_WORKER_MARKS"
 """The descriptor of a worker's file: its marks (marks.py), and the stacks of a blocked process."""
@@ -64,17 +65,11 @@ class Request(_Message):
 
 
 class Answer(_Message):
-    """The answer to `Ask` number `call`."""
+    """The answer to `Ask` number `call`, or the `error` for which there is none."""
 
     call: int
-    body: msgspec.Raw
-
-
-class Refused(_Message):
-    """Why there is no answer to `Ask` number `call`."""
-
-    call: int
-    error: str
+    body: msgspec.Raw = msgspec.Raw(b"\xc0")  # nil
+    error: str | None = None
 
 
 class Cancel(_Message):
@@ -126,7 +121,7 @@ class Beat(_Message):
     where: str = ""
 
 
-ToWorker = Request | Answer | Refused | Cancel
+ToWorker = Request | Answer | Cancel
 ToPool = Ready | Done | Failed | Ask | Beat
 
 
@@ -183,20 +178,10 @@ class Pipes:
 
     def receive(self) -> list[ToWorker] | None:
         """Wait for messages; None when the pool has closed its end."""
-        received = os.read(self.input, 1 << 20)
+        if not (received := os.read(self.input, 1 << 20)):
+            return None
         self._buffer += received
-        return [self._decoder.decode(body) for body in take_frames(self._buffer)] or (
-            [] if received else None
-        )
-
-    def setup(self, kind: type[T]) -> T:
-        """Wait for the first request, and return its body."""
-        while not (messages := self.receive()):
-            if messages is None:
-                sys.exit()
-        (request,) = messages  # the pool sends the next after Ready
-        assert isinstance(request, Request)
-        return unpack(request.body, kind)
+        return [self._decoder.decode(body) for body in take_frames(self._buffer)]
 
     def send(self, message: ToPool) -> None:
         rest = memoryview(frame(message))
@@ -226,12 +211,31 @@ def place_of(places: list[tuple[str, int, str]]) -> str:
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MEMORY_SHARE, _LEAST_MEMORY = 0.5, 4 << 30
-ENV_WORKERS = "AREAL_LITE_WORKERS"
-"""The number of workers of the pool."""
 _SIGNALS = (signal.SIGTERM, signal.SIGCHLD, signal.SIGCONT)
 
 
-def fork_worker() -> None:
+def start_worker(load: Callable[..., T]) -> tuple[Pipes, T]:
+    """Fork the worker, and return there its pipes and what `load` makes of the pool's setup.
+
+    If `load` raises, the pool is told why, and the worker ends.
+    """
+    _fork()
+    pipes = Pipes()
+    while not (messages := pipes.receive()):
+        if messages is None:
+            sys.exit()
+    (request,) = messages  # the pool sends the next after Ready
+    assert isinstance(request, Request)
+    workers, setup = pickle.loads(unpack(request.body, bytes))  # of the pool's own process
+    _limit_memory(workers)
+    try:
+        return pipes, load(*setup)
+    except Exception as error:  # a module of the user may raise anything
+        pipes.send(Ready(error=short_text("{}", error)))
+        sys.exit()
+
+
+def _fork() -> None:
     """Fork, and return in the child, the worker, which has a temporary folder of its own.
 
     This process keeps it and does not return.
@@ -253,7 +257,6 @@ def fork_worker() -> None:
     os.setpgid(0, 0)  # what it sends to its process group must not reach the keeper
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
-    _limit_memory()
 
 
 def _wait(worker: int, owner: int) -> int:
@@ -280,11 +283,10 @@ def _kill_all(worker: int) -> None:
                 os.waitpid(-1, 0)
 
 
-def _limit_memory() -> None:
+def _limit_memory(workers: int) -> None:
     memory = _MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    own = memory / int(os.environ.get(ENV_WORKERS, 1))
+    limit = int(min(memory, max(memory / workers, _LEAST_MEMORY)))
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = int(min(memory, max(own, _LEAST_MEMORY)))
     if most == resource.RLIM_INFINITY or limit < most:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:

@@ -461,12 +461,12 @@ def test_what_servers_take_is_not_the_time_of_an_episode(model: Path) -> None:
 
 
 def test_an_episode_that_never_stops_asking_fails(model: Path, monkeypatch) -> None:
-    monkeypatch.setattr("areal_lite.rollout.pool._MOST_COMPLETIONS", 50)
+    monkeypatch.setattr("areal_lite.workers.pool._MOST_QUESTIONS", 50)
 
     async def main() -> None:
         async with pool_of(model) as pool:
             servers = Servers()
             (failure,) = await outcome(pool, "ask for ever", servers)
-            assert "has asked for 50 completions" in failure and len(servers.asked) == 50
+            assert "has asked 50 questions" in failure and len(servers.asked) == 50
 
     asyncio.run(main())
