@@ -27,8 +27,8 @@ from areal_lite.workers.process import ENV_MARKS, MARKS, MARKS_BYTES, NUM_MARKS,
 REQUEST: ContextVar[int] = ContextVar("request", default=0)
 """The number of the request for which the present code runs."""
 
-_MARK = struct.Struct("<q")
-_NONE = _MARK.pack(0)
+# In the machine's own order, so that a mark is written at once.
+_MARK = struct.Struct("q")
 
 
 class Marks:
@@ -45,7 +45,7 @@ class Marks:
         self._thread.slot = next(self._slots)
 
     def set(self, number: int, slot: int = 0) -> None:
-        self._memory[slot * 8 : slot * 8 + 8] = _MARK.pack(number) if number else _NONE
+        _MARK.pack_into(self._memory, slot * _MARK.size, number)
 
     def is_marked(self, number: int) -> bool:
         """Return whether a thread executes something of request `number`."""
@@ -68,28 +68,24 @@ class Marks:
         return await loop.run_in_executor(self._threads, copy_context().run, call)
 
     def install(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Mark the steps of all tasks that the event loop creates for requests.
+        """Mark the steps of all tasks that the event loop creates for requests."""
 
-        If the process crashes, the stacks of its threads go to the file."""
-
-        def create(
-            loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, Any], **kwargs: Any
-        ) -> asyncio.Task[Any]:
+        def create(loop: Any, coro: Coroutine[Any, Any, Any], **kwargs: Any) -> asyncio.Task[Any]:
             context = kwargs.get("context")
-            number = REQUEST.get() if context is None else context.get(REQUEST, 0)
-            return asyncio.Task(
-                _Marked(coro, number, self) if number else coro, loop=loop, **kwargs
-            )
+            if number := REQUEST.get() if context is None else context.get(REQUEST, 0):
+                coro = _Marked(coro, number, self)
+            return asyncio.Task(coro, loop=loop, **kwargs)
 
-        if self._file is not None:
-            os.lseek(self._file, MARKS_BYTES, os.SEEK_SET)
-            faulthandler.enable(self._file)
         loop.set_task_factory(create)  # pyright: ignore[reportArgumentType]
 
     def watch(self, seconds: float) -> None:
-        """Write the stacks of all threads to the file if this is not called again in time."""
+        """Write the stacks of all threads to the file at a crash, or if this is not called in time.
+
+        Later calls begin the time anew.
+        """
         if self._file is not None:
             os.lseek(self._file, MARKS_BYTES, os.SEEK_SET)
+            faulthandler.enable(self._file)
             faulthandler.dump_traceback_later(seconds, file=self._file)
 
 
@@ -143,9 +139,7 @@ def waiting_at(task: asyncio.Task[Any]) -> str:
     """Return "file:line in function" where the user's code of a task waits, as far as known."""
     frames: list[FrameType] = []
     inner: Any = task.get_coro()
-    while (
-        frame := getattr(inner, "cr_frame", None) or getattr(inner, "gi_frame", None)
-    ) is not None:
+    while frame := getattr(inner, "cr_frame", None) or getattr(inner, "gi_frame", None):
         frames.append(frame)
         inner = getattr(inner, "cr_await", None) or getattr(inner, "gi_yieldfrom", None)
     places = [(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames]
