@@ -72,25 +72,25 @@ async def open_sources(config: Sampled) -> AsyncIterator[dict[str, Source]]:
     that names the source.
     """
     trains = isinstance(config, TrainConfig)
-    evaluates = not trains or config.eval.problems > 0
+    wanted: dict[Split, bool] = {"train": trains, "eval": not trains or config.eval.problems > 0}
+    splits: list[Split] = [split for split in wanted if wanted[split]]
     sources: dict[str, Source] = {}
     async with AsyncExitStack() as pools:
         for name, own in source_configs(config).items():
             with naming(name):
-                same = (s.rewards for s in sources.values() if s.config.reward == own.reward)
                 reward = own.reward
-                load = partial(load_prompts, own.data, own.model, reward=reward.function)
+                same = (s.rewards for s in sources.values() if s.config.reward == reward)
                 rewards = next(same, None) or await pools.enter_async_context(
                     RewardPool(reward.function, reward.workers, reward.timeout_s)
                 )
-                wanted: dict[Split, bool] = {"train": trains, "eval": evaluates}
-                splits: list[Split] = [split for split in wanted if wanted[split]]
                 episodes = None
                 if needs_workers(own):
                     episodes = await pools.enter_async_context(EpisodePool(own, splits))
                 remote = episodes.facts["prompts"] if episodes else {}
                 sets: dict[Split, PromptSet] = {
-                    split: RemotePrompts(*remote[split]) if split in remote else load(split)
+                    split: RemotePrompts(*remote[split])
+                    if split in remote
+                    else load_prompts(own.data, own.model, split, reward.function)
                     for split in splits
                 }
                 sources[name] = Source(
@@ -150,28 +150,24 @@ class Rollout:
 
 
 class Quarantine:
-    """The prompts that are not asked again, by id: the place of each for the sampler, and why.
+    """The prompts that are not asked again: `held` has the line of each in quarantine.json, by id.
 
     A prompt is held if its episodes hung or ended their process twice. It is also held, until the
-    run starts again, if three of its groups in a row lost all their episodes. quarantine.json has
-    all of them, and a resumed run knows those that last.
+    run starts again, if three of its groups in a row lost all their episodes; its line stays.
     """
 
     def __init__(self, run_dir: Path | None = None):
         self._file = run_dir / QUARANTINE_FILE if run_dir else None
-        self._known = read_json(self._file) if self._file and self._file.exists() else {}
-        self.held: dict[str, tuple[int | None, str]] = {
-            prompt: (of["prompt_index"], of["failure"])
-            for prompt, of in self._known.items()
-            if of["lasts"]
-        }
+        self._lines = read_json(self._file) if self._file and self._file.exists() else {}
+        self.held = {prompt: line for prompt, line in self._lines.items() if line["lasts"]}
         self._hazards: Counter[str] = Counter()
         self._lost: Counter[str] = Counter()
 
     @property
     def indices(self) -> set[int]:
-        """Return the places of the training prompts among them."""
-        return {index for index, _ in self.held.values() if index is not None}
+        """Return the indices of the training prompts among them, as the sampler has them."""
+        indices = (line["prompt_index"] for line in self.held.values())
+        return {index for index in indices if index is not None}
 
     def record(self, prompt_id: str, rollouts: Sequence[Rollout], index: int | None = None) -> bool:
         """Record what became of a prompt's group, and return whether it is held from now on."""
@@ -184,12 +180,11 @@ class Quarantine:
             return False
         failure = (hazards or [rollouts[0].failure])[-1]
         log.error("prompt %s is not asked again: %s", prompt_id, failure)
-        self.held[prompt_id] = index, failure
         line = {"prompt_index": index, "failure": failure, "lasts": is_dangerous}
-        self._known[prompt_id] = line
+        self._lines[prompt_id] = self.held[prompt_id] = line
         if self._file:
             with suppress(OSError):  # a full disk must not end a run because of this file
-                write_json(self._file, self._known)
+                write_json(self._file, self._lines)
         return True
 
 
@@ -292,17 +287,14 @@ class Player:
         try:
             results = await self._results(name, episodes)
         except TaskFailed as error:
-            failed = Rollout(
-                failure=f"workflow: {error}",
-                timed_out=error.reason == "timeout",
-                is_hazard=error.reason in ("timeout", "died"),
-            )
-            results = [failed] * len(episodes)
+            results = [error] * len(episodes)
         finally:
             del playing[name]
         return await asyncio.gather(*map(self._finish, episodes, results))
 
-    async def _results(self, name: str, episodes: list[Episode]) -> Sequence[Played | str]:
+    async def _results(
+        self, name: str, episodes: list[Episode]
+    ) -> Sequence[Played | str | TaskFailed]:
         """Call the workflow. Raises TaskFailed."""
         if workflow := self._workflow:
             return await play(workflow, episodes)
@@ -312,13 +304,19 @@ class Player:
         samplers = [episode.complete for episode in episodes]
         return await self.source.episodes.play(name, request, samplers)
 
-    async def _finish(self, episode: Episode, result: Played | str | Rollout) -> Rollout:
+    async def _finish(self, episode: Episode, result: Played | str | TaskFailed) -> Rollout:
         """Score a result, count a failure, and report the end of the rollout."""
         try:
             if isinstance(result, Played):
                 return await self._scored(episode, result)
-            rollout = Rollout(failure=result) if isinstance(result, str) else result
-            return self._failed(episode, "workflow", rollout)
+            failure = result if isinstance(result, str) else f"workflow: {result}"
+            reason = getattr(result, "reason", "")
+            self._count_failure(episode, "workflow", failure)
+            return Rollout(
+                failure=failure,
+                timed_out=reason == "timeout",
+                is_hazard=reason in ("timeout", "died"),
+            )
         finally:
             self.on_end()
 
@@ -328,16 +326,15 @@ class Player:
             try:
                 reward = await self.source.rewards.score(played.answer, episode.prompt.answer)
             except TaskFailed as error:
-                timed_out = error.reason == "timeout"
                 failure = f"no reward: {error}"
-                rollout = Rollout(played.traces, failure=failure, timed_out=timed_out)
-                return self._failed(episode, "reward", rollout)
+                self._count_failure(episode, "reward", failure)
+                timed_out = error.reason == "timeout"
+                return Rollout(played.traces, failure=failure, timed_out=timed_out)
             for trace in played.traces:
                 trace.reward = reward
         return Rollout(played.traces, played.texts)
 
-    def _failed(self, episode: Episode, part: str, rollout: Rollout) -> Rollout:
+    def _count_failure(self, episode: Episode, part: str, failure: str) -> None:
         self.counts[f"{part}_failures"] += 1
         name = (episode.prompt.prompt_id, episode.sample_index)
-        log.warning("rollout of %s, sample %d: %s", *name, rollout.failure)
-        return rollout
+        log.warning("rollout of %s, sample %d: %s", *name, failure)

@@ -27,7 +27,6 @@ with atheris.instrument_imports(include=["areal_lite"]):
     from areal_lite.rewards.gsm8k import gsm8k_reward
     from areal_lite.rewards.math import is_oversized, stated_result
     from areal_lite.rewards.program import extract_program, parse_tests
-    from areal_lite.rewards.worker import take_frames
     from areal_lite.rollout.endpoint.apis import APIS, RequestRefused, parse_body
     from areal_lite.rollout.workflows.tools import parse_tool_calls, without_tool_calls
     from areal_lite.run_dir.paths import CHECKPOINT_MARKER
@@ -38,6 +37,7 @@ with atheris.instrument_imports(include=["areal_lite"]):
         parse_reply,
         parse_server_info,
     )
+    from areal_lite.workers.process import take_frames
 from tests.security import test_agent_requests as agent
 from tests.security import test_server_answers as servers
 

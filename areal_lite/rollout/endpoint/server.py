@@ -1,4 +1,4 @@
-"""An HTTP endpoint in front of the policy, for agents, in the controller's process.
+"""An HTTP endpoint in front of the policy, for agents, in their worker process.
 
 * `POST /v1/chat/completions` and `GET /v1/models`, as OpenAI's clients ask;
 * `POST /v1/messages`, as Anthropic's clients ask;
