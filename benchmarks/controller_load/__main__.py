@@ -1,6 +1,7 @@
 """The cost of one controller process, without a GPU.
 
     python -m benchmarks.controller_load compare --rounds 3    # next to a bare HTTP client
+    python -m benchmarks.controller_load agents --rounds 3     # next to plain requests
     python -m benchmarks.controller_load scale     # by requests in flight and by tokens, 11 minutes
 
 The server answers POST /generate with prepared completions of log-normal lengths, and parses
@@ -12,10 +13,13 @@ client, which discards its answers, and the controller take turns on the same se
 are those of the process of the client or of the controller, over all threads. They depend less on
 other load of the machine.
 
+agents: 256 episodes in flight. In turn, the controller plays them itself, or an agent with OpenAI's
+client plays each in the worker processes. CPU seconds are those of the controller's process.
+
 scale: answers arrive at 102,400 tokens a second. First 10 to 10,000 requests are in flight, with
 100 tokens an answer. Then the answers have 100 to 27,000 tokens.
 
-Writes <out>/controller.json or <out>/controller_scale.json and .md.
+Writes <out>/controller.json, <out>/controller_agents.json or <out>/controller_scale.json and .md.
 """
 
 import argparse
@@ -24,7 +28,7 @@ import os
 import platform
 import statistics
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -35,6 +39,9 @@ from benchmarks.controller_load.server import fresh_server
 from benchmarks.launch import ROOT
 
 COMPARED = Load(in_flight=2000, mean_tokens=100, mean_s=0.1, batch_groups=256, max_staleness=3)
+AGENTS = Load(
+    in_flight=256, mean_tokens=20, mean_s=4.0, batch_groups=32, max_staleness=3, agent=True
+)
 TOKENS_PER_S = 102_400
 STEP_S = 8
 """Rate and seconds of a step in `scale`: 8,192 answers of 100 tokens."""
@@ -56,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["compare", "scale"])
+    parser.add_argument("what", choices=["compare", "agents", "scale"])
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument(
         "--trajectories",
@@ -78,6 +85,10 @@ def main() -> None:
         write(args.out / "controller.json", facts | found)
         share, by_cpu = found["share_of_bare_client_median"], found["share_by_cpu_time_median"]
         print(f"share of the bare client's rate {share:.2f}, by CPU time {by_cpu:.2f}")
+        return
+    if args.what == "agents":
+        loads = [AGENTS, replace(AGENTS, agent=False)] * args.rounds
+        write(args.out / "controller_agents.json", facts | {"rows": [run(load) for load in loads]})
         return
     rows = [run(load) for load in scale() for _ in range(args.rounds)]
     write(args.out / "controller_scale.json", facts | {"rows": rows})
