@@ -281,7 +281,7 @@ def _decoded(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        return ast.literal_eval(text)
+        return text if isinstance(value := ast.literal_eval(text), set) else value
 
 
 def _fields(content: Any) -> dict[str, Any]:

@@ -79,6 +79,7 @@ def test_every_form_of_input_pays_the_right_program_alone(answer: str) -> None:
         ("{", "never closed"),
         ("[]", "0 inputs"),
         ("[42]", "test 0 is no object"),
+        ("{'assert True'}", "assert nothing"),  # a set of Python
         ('{"tests": ""}', "assert nothing"),
         ('{"tests": "pass"}', "assert nothing"),
         ('{"tests": 3}', "not a list"),
