@@ -20,10 +20,8 @@ Invariants, asserted in tests/unit/controller/test_admission.py:
   tokens are of version v or newer. A group that younger groups overtake can exceed eta, hence the
   hard bound at consumption.
 
-Example, B = 2 and eta = 1. At version 0 four groups may start: two for step 0, two for step 1. The
-trainer completes step 0, `on_version(1)`, and two more may start, which step 2 will use with
-staleness 1. If one group fails, `on_rejected()`, one more may start at once. With eta = 0 only the
-groups of the coming step may start: synchronous training.
+With eta = 0 only the groups of the coming step may start: synchronous training. docs/concepts.md
+has an example.
 
 A run that resumes after s steps has used s * B groups. These and the finished groups that wait
 count as accepted again (`recover`); groups that were in flight are lost and do not.
@@ -53,10 +51,6 @@ oldest finished groups are taken first, and at most W while g runs. Hence
 No token of g is older than v. Admission therefore gets eta = max_staleness - ceil(W / B), which is
 `TrainConfig.max_lead`, and `max_staleness` holds for every token. A run that resumes has no group
 that still runs, so the same count holds. tests/unit/controller/test_window.py checks the bound.
-
-Example, B = 4, max_staleness = 3 and W = 6: the window takes two steps, and admission gets eta = 1.
-Group 5 is slow. The second batch is 4, 6, 7 and 8, of which three pass it. Four more would make
-seven, so the third batch waits until group 5 has finished, and takes it first.
 
 **Replay** (`ReplayBuffer`) decouples search from training (TBA, arXiv 2503.18929): generation never
 waits, and a batch is drawn whenever the trainer wants one. A batch mixes episodes of any version,

@@ -125,6 +125,12 @@ FAILURE_COUNTS = ("workflow_failures", "reward_failures")
 COUNTS = ("dropped_groups", "empty_groups", "failed_rollouts", *FAILURE_COUNTS)
 
 
+def _sampling(source: Source, dependencies: Dependencies) -> SamplingParams:
+    params, config = sampling_params(source.config.rollout, dependencies.tokenizer), source.config
+    replays = isinstance(config, TrainConfig) and config.algo.routing_replay
+    return replace(params, experts=expert_layout(Path(config.model))) if replays else params
+
+
 @dataclass(frozen=True, slots=True)
 class _Submission:
     """A group that was admitted, after `drawn` draws. `again`: the store has it already."""
@@ -157,7 +163,6 @@ class Dispatcher:
         self._sources = dependencies.sources
         self._store = dependencies.store
         self._clock = dependencies.clock
-        self._fleet = fleet
         self._deliver = deliver
         self._on_rejected = on_rejected
         self.counts: Counter[str] = Counter()
@@ -168,7 +173,9 @@ class Dispatcher:
         self._players: dict[str, Player] = {}
         self._params: dict[str, SamplingParams] = {}
         for name, source in self._sources.items():
-            self._open(name, source, dependencies)
+            on_end = self._on_rollout_end
+            self._players[name] = Player(source, dependencies, fleet, self.counts, on_end)
+            self._params[name] = _sampling(source, dependencies)
         self.sampler = prompt_sampler(self._sources)
         self.quarantine = dependencies.quarantine
         self._curriculum = Curriculum(self.sampler, rollout.retire_above, rollout.rest_unsolved)
@@ -182,17 +189,6 @@ class Dispatcher:
         self._consecutive_filtered = 0
         # Set when something changed that `run` may be waiting for.
         self._wake = asyncio.Event()
-
-    def _open(self, name: str, source: Source, dependencies: Dependencies) -> None:
-        """Say how the episodes of a data source are played and its completions sampled."""
-        config = source.config
-        params = sampling_params(config.rollout, dependencies.tokenizer)
-        if isinstance(config, TrainConfig) and config.algo.routing_replay:
-            params = replace(params, experts=expert_layout(Path(config.model)))
-        self._players[name] = Player(
-            source, dependencies, self._fleet, self.counts, self._on_rollout_end
-        )
-        self._params[name] = params
 
     def recover(self, store: Store, step: int, version: int, trainer_runs: bool = False) -> None:
         """Resume after `step` steps with the state in `store`. Call this before `run`.

@@ -280,11 +280,10 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         if isinstance(message, Beat):
             self.oldest = message
             return
-        first = next(iter(self.tasks), None)
-        known = message.number == first if self._pool.sequential else message.number in self.tasks
-        if not known and self.lingers:
-            return  # another worker has the task
-        if not known:
+        due = list(self.tasks)[:1] if self._pool.sequential else self.tasks
+        if message.number not in due:
+            if self.lingers:
+                return  # another worker has the task
             raise ValueError(f"there is no request for its reply {message.number}")
         if isinstance(message, Ask):
             task = self.tasks[message.number]
