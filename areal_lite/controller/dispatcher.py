@@ -14,12 +14,8 @@
 tests/unit/controller/test_dispatcher.py asserts these.
 
 The curriculum looks at the rewards of a prompt's groups. A trajectory with a positive reward solves
-its prompt.
-
-* A prompt that is nearly always solved is retired: it is not asked again (`retire_above`).
-* A prompt that no trajectory of its group solved rests (`rest_unsolved`). Each such group in a row
-  doubles the rest: 1 epoch, 2, 4, … So a hard prompt costs little, and is still tried again after
-  the policy has learned more.
+its prompt. Prompts that are nearly always solved retire, and prompts that no trajectory solved rest
+(docs/groups.md): a hard prompt costs little, and is tried again when the policy has learned more.
 
 A filter (`rollout.filters`) removes a group that teaches nothing, and another prompt takes its
 place, so that batches stay full (active sampling; Olmo 3, arXiv 2512.13961). It is a function

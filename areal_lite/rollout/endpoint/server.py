@@ -2,22 +2,11 @@
 
 * `POST /v1/chat/completions` and `GET /v1/models`, as OpenAI's clients ask;
 * `POST /v1/messages`, as Anthropic's clients ask;
-* the requests under an episode's API key are its conversations;
-* sampling is the rollout's: `temperature`, if given, must be rollout.temperature, `top_p` 1,
-  penalties 0, `n` 1. A greedy evaluation ignores `temperature`;
-* limits of tokens, texts to stop at, and tools work; any other setting that would change the answer
-  is refused by name with status 400.
+* the requests under an episode's API key are its conversations, each of which becomes a trace;
+* messages that are known, apart from white space around them, stand for the recorded tokens: only
+  new messages are tokenized.
 
-Rules of conversations:
-* a request continues the conversation that it begins with: its messages are those so far, the
-  policy's answers as they were given (apart from white space around them), and new ones;
-* any other request begins a conversation, which becomes a trace of its own. Shortened and edited
-  histories, sub-agents, further samples of an answer and requests to a conversation that is waiting
-  for an answer do so;
-* where it has messages up to some answer in common with a conversation, it begins with their
-  tokens. They are its prompt: the policy is trained on them where it wrote them;
-* messages that are known stand for the recorded tokens: only new messages are tokenized;
-* a retry of the last request of a conversation gets the same answer.
+docs/workflows.md (Agents) says which requests continue a conversation, and which settings work.
 """
 
 import asyncio

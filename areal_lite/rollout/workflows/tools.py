@@ -1,14 +1,9 @@
 """Tool use: the policy calls functions and reads their results.
 
-Calls have the format of the Qwen chat templates, a JSON object in each `<tool_call>`:
-
-    <tool_call>
-    {"name": "calculator", "arguments": {"expression": "12 * 12"}}
-    </tool_call>
-
-A call ends the policy's turn, as chat models are trained to do, and the result follows as a `tool`
-message. A turn without a call is the final answer. An error in a call is returned as text: the
-policy may learn from it.
+Calls have the format of the Qwen chat templates, a JSON object with `name` and `arguments` in each
+`<tool_call>`. A call ends the policy's turn, as chat models are trained to do, and the result
+follows as a `tool` message. A turn without a call is the final answer. An error in a call is
+returned as text: the policy may learn from it.
 """
 
 import ast

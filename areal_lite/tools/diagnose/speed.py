@@ -143,9 +143,8 @@ def overdue_tokens(run: History) -> Sign | None:
 @finding(
     "The controller is overloaded",
     flag="above {loop_lag_s:g} s",
-    cause="a workflow, filter or reward computes in the controller's event loop, or it has no core",
-    change="move computing of `rollout.workflow` and `rollout.filters` to threads, or lower "
-    "`rollout.max_concurrent`",
+    cause="more episodes are in flight than it can serve, or it has no core",
+    change="lower `rollout.max_concurrent`, or leave it a core",
 )
 def busy_controller(run: History) -> Sign | None:
     lag = run.recent("loop_lag_p99_s")
