@@ -1,4 +1,4 @@
-"""The worker processes that run a source's own code, as the controller sees them."""
+"""Play episodes in the worker processes of a data source, from the controller."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from areal_lite.workers.process import pack, unpack
 
 # A worker whose event loop does not turn for so long is killed.
 _BLOCKED_S = 30.0
-# With more, a process that ends takes too many others with it, which begin anew.
+# With more, too many episodes begin anew when a process ends.
 _EPISODES_A_WORKER = 64
 
 Sampler = Callable[[np.ndarray, SamplingParams], Awaitable[Completion]]
@@ -34,7 +34,7 @@ def needs_workers(config: Sampled) -> bool:
 
 
 class EpisodePool(WorkerPool):
-    """The processes of one source. They serve its prompts, too, if these are of the user."""
+    """The processes of one source. They also serve its prompts if the user's code makes these."""
 
     def __init__(self, config: Sampled, splits: Sequence[Split]) -> None:
         rollout = config.rollout

@@ -1,7 +1,7 @@
 """A process that plays episodes: `python -m areal_lite.rollout.worker` (workers/process.py).
 
-It runs the code of the user that makes trajectories: workflows with their tools and agents, filters
-and prompts. Many episodes share its event loop. The code of each has `rollout.episode_timeout_s`.
+It runs the user's code: workflows with their tools and agents, filters, and data. Many episodes
+share its event loop, and the code of each may take `rollout.episode_timeout_s`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Marks of the work that a process executes, in memory that it shares with its pool (pool.py).
+"""Mark which request a process is executing, in memory that it shares with its pool (pool.py).
 
 The event loop executes the tasks of many requests in turn. `install` makes it mark each of their
 steps, so that the pool knows whose step killed the process or did not end. Plain functions run in
@@ -27,7 +27,7 @@ from areal_lite.workers.process import ENV_MARKS, MARKS, MARKS_BYTES, NUM_MARKS,
 REQUEST: ContextVar[int] = ContextVar("request", default=0)
 """The number of the request for which the present code runs."""
 
-# In the machine's own order, so that a mark is written at once.
+# In the machine's own byte order: other orders are written byte by byte, and could be read halfway.
 _MARK = struct.Struct("q")
 
 

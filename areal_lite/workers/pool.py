@@ -1,4 +1,4 @@
-"""Code of the user in worker processes: what hangs or crashes costs its own work, and no run.
+"""Run the user's code in worker processes: code that hangs or crashes costs its own work only.
 
 `WorkerPool.call` returns the result of a piece of work, a task, or raises TaskFailed with one of
 these reasons:
@@ -7,15 +7,15 @@ these reasons:
   * `died`: its process ended (out of memory, `os._exit`), or wrote to the pool's pipe itself;
   * `bad_result`: it returned something that cannot be used.
 
-A worker that says nothing for `silence_s` while it has work is killed, and a killed or dead worker
-is replaced. It takes with it the task that was executing; the others begin anew in another worker,
-and what the pool has answered them before is theirs again. Workers of a `sequential` pool execute
-one task after the other.
+A worker that is silent for `silence_s` while it has work is killed, and a killed or dead worker is
+replaced. The task that it was executing fails. Its other tasks begin anew in another worker, and a
+question that they ask again gets the answer that it had. Workers of a `sequential` pool execute one
+task after the other.
 
-Workers of another pool execute many at once, and write into shared memory (marks.py) which ones
-they are executing. If a worker dies and none is marked, or several are, each of them is suspected;
-it fails when that happens to it again and again. A worker that is late keeps the task that it is
-executing, and the others begin anew elsewhere before it is killed.
+Other pools are concurrent: their workers execute many tasks at once, and mark in shared memory
+which ones are executing (marks.py). If a worker dies and no task is marked, or several are, each of
+them is suspected; a task that is suspected again and again fails. A worker that is late keeps the
+task that it is executing, and the others begin anew elsewhere before it is killed.
 
 If a replacement cannot start, the pool shrinks; an empty pool raises RuntimeError. Nothing of a
 process outlives the pool or the pool's own process (process.py). Start the pool in a thread that
@@ -72,11 +72,11 @@ _CLOSE_S = 5.0
 _RECHECK_S = 0.02
 LATE_S = 3.0
 """A worker that executes many tasks at once gives a sign of life more often than this."""
-# A task fails when it was suspected so often, and stays with a late worker after so many restarts.
+# A task that was suspected this often fails. After this many restarts it stays with a late worker.
 _MOST_SUSPECTED, _MOST_MOVED = 3, 2
-# A task without end would ask more.
+# Only a task without end asks more.
 _MOST_QUESTIONS = 10_000
-# What workers print goes to the log: at once so much, and then so much a second. Then they wait.
+# Workers may print a burst to the log, and then so much a second. Faster ones have to wait.
 _OUTPUT_BYTES, _OUTPUT_BYTES_PER_S = 1 << 20, 1 << 16
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 _DECODER = msgspec.msgpack.Decoder(ToPool)
@@ -100,8 +100,8 @@ class TaskFailed(Exception):
 class Task:
     """A piece of work, with its body encoded, and the future of its result.
 
-    `answer` answers its questions. `asked` has their digests and answers, and `unclaimed` those
-    that it has not asked again since it began anew.
+    `answer` answers its questions. `asked` has the digest and the answer of each, and `unclaimed`
+    the ones that it has not asked again since it began anew.
     """
 
     number: int
@@ -401,9 +401,9 @@ class WorkerProcess(asyncio.SubprocessProtocol):
 
 
 class WorkerPool:
-    """`size` processes that execute tasks: `python -m module`, which loads `setup` first.
+    """A pool of `size` processes that execute tasks: `python -m module`, which loads `setup`.
 
-    `name` says in messages whose code they run. `facts` are what the workers say of themselves.
+    Messages call it by `name`, the code that it runs. `facts` describe what its workers serve.
     """
 
     def __init__(
