@@ -172,9 +172,12 @@ class Quarantine:
     def record(self, prompt_id: str, rollouts: Sequence[Rollout], index: int | None = None) -> bool:
         """Record what became of a prompt's group, and return whether it is held from now on."""
         hazards = [rollout.failure for rollout in rollouts if rollout.is_hazard]
-        self._hazards[prompt_id] += len(hazards)
-        is_lost = all(rollout.failure for rollout in rollouts)
-        self._lost[prompt_id] = is_lost * (self._lost[prompt_id] + 1)
+        if hazards:
+            self._hazards[prompt_id] += len(hazards)
+        if all(rollout.failure for rollout in rollouts):
+            self._lost[prompt_id] += 1
+        else:
+            self._lost.pop(prompt_id, None)
         is_dangerous = bool(hazards) and self._hazards[prompt_id] >= _MOST_HAZARDS
         if prompt_id in self.held or not (is_dangerous or self._lost[prompt_id] >= _MOST_LOST):
             return False
