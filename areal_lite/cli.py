@@ -18,8 +18,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal_lite import extensions
-from areal_lite.config import TrainConfig, command_names, compose_config, find_command
-from areal_lite.config.command_line import did_you_mean, explain, one_line, overrides_of, switches
+from areal_lite.config import TrainConfig, command_names, find_command
+from areal_lite.config.command_line import (
+    compose_config,
+    did_you_mean,
+    explain,
+    one_line,
+    overrides_of,
+    switches,
+)
 from areal_lite.config.commands import CORE
 from areal_lite.config.help import groups_text, help_text, show
 from areal_lite.extensions import load_object

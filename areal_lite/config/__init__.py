@@ -14,7 +14,6 @@ from areal_lite.config.algo import (
     KLConfig,
     ShapingConfig,
 )
-from areal_lite.config.command_line import compose_config, config_dir
 from areal_lite.config.commands import (
     ClusterConfig,
     SlurmConfig,

@@ -22,8 +22,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal_lite import cli
-from areal_lite.config import command_names, compose_config, find_command, settings_of
-from areal_lite.config.command_line import explain, one_line
+from areal_lite.config import command_names, find_command, settings_of
+from areal_lite.config.command_line import compose_config, explain, one_line
 from areal_lite.config.fields import keys_of, sections
 from areal_lite.launch.preflight import check_config
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_lite.cli import checked_config, main, parse
-from areal_lite.config import command_names, compose_config
-from areal_lite.config.command_line import quoted, switches
+from areal_lite.config import command_names
+from areal_lite.config.command_line import compose_config, quoted, switches
 from areal_lite.config.help import show
 from areal_lite.launch import preflight
 
