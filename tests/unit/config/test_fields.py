@@ -15,10 +15,10 @@ from areal_lite.config import (
     TrainConfig,
     check_fields,
     command_names,
-    compose_config,
     find_command,
     settings_of,
 )
+from areal_lite.config.command_line import compose_config
 from areal_lite.config.help import help_text
 from areal_lite.extensions import load_object
 from areal_lite.megatron.architectures import ARCHITECTURES
