@@ -308,7 +308,8 @@ def test_an_unknown_cause_costs_an_episode_only_if_it_comes_again(model: Path) -
             servers = Servers(1.0)
             playing = asyncio.create_task(outcome(pool, "fine", servers))
             await asyncio.sleep(0.3)
-            (keeper,) = psutil.Process().children()
+            children = psutil.Process().children()
+            (keeper,) = [c for c in children if "areal_lite.rollout.worker" in c.cmdline()]
             (worker,) = keeper.children()
             worker.kill()
             (played,) = await playing

@@ -13,6 +13,7 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,6 +36,8 @@ from areal_lite.system.files import publish_folder, scratch_folder, write_json
 from areal_lite.trajectory import Group, Trajectory
 
 _FOLDER = Path(__file__).with_name("recorded_runs")
+# Python 3.11.2 has no filters yet.
+_FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 _GROUPS_FILE = "groups.msgpack"
 _FILES = (METRICS_FILE, EVALS_FILE, PROXIMAL_FILE, SUMMARY_FILE, TOTALS_FILE)
 
@@ -69,7 +72,7 @@ def unpack(name: str, parent: Path) -> Path:
     if not (folder / STORE_FILE).exists():
         scratch = scratch_folder(folder)
         with tarfile.open(_FOLDER / f"{name}.tar.xz") as archive:
-            archive.extractall(scratch, filter="data")
+            archive.extractall(scratch, **_FILTER)
         # Settings that are newer than the archive have their defaults.
         config = load_config(scratch)
         config.model, config.run_dir = str(folder / "model"), str(folder)
