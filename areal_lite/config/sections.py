@@ -140,9 +140,7 @@ class RolloutConfig:
         within=(1, 1024),
     )
     episode_timeout_s: float = setting(
-        1800.0,
-        "Longest time that the code of an episode may take, in seconds, without that of servers.",
-        within=SECONDS,
+        1800.0, "Longest time of an episode's code, not of servers, in seconds.", within=SECONDS
     )
     interrupt: str = setting(
         "in_place",
