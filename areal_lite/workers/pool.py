@@ -58,6 +58,7 @@ from areal_lite.workers.process import (
     Ready,
     Request,
     ToPool,
+    ToWorker,
     frame,
     pack,
     place_of,
@@ -176,8 +177,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
 
     @property
     def usable(self) -> bool:
-        serves = self.started and not self._retired and not self.lingers
-        return serves and self._transport.get_returncode() is None
+        return self.started and not (self._retired or self.lingers or self._stdin.is_closing())
 
     @property
     def is_late(self) -> bool:
@@ -192,12 +192,17 @@ class WorkerProcess(asyncio.SubprocessProtocol):
                 self._watch()
         # Others may end its process again and again, and it must end, too.
         limit_s = task.limit_s / (1 + task.restarts)
-        self._stdin.write(frame(Request(number=task.number, body=task.body, limit_s=limit_s)))
+        self._write(Request(number=task.number, body=task.body, limit_s=limit_s))
+
+    def _write(self, message: ToWorker) -> None:
+        """Send a message, unless the pipe has ended: that may come before the exit is known."""
+        if not self._stdin.is_closing():
+            self._stdin.write(frame(message))
 
     def cancel(self, task: Task) -> None:
         """Tell the process that nobody waits for its result of `task`."""
         if task.number in self.tasks:
-            self._stdin.write(frame(Cancel(number=task.number)))
+            self._write(Cancel(number=task.number))
 
     def finish(self) -> asyncio.Future[None]:
         """Have the process end by itself, and return its `gone`. It gets no more tasks."""
@@ -220,7 +225,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self._stdin = cast(asyncio.WriteTransport, self._transport.get_pipe_transport(0))
         self.waiting_since = self._loop.time()
         self._watch()
-        self._stdin.write(frame(Request(number=0, body=self._pool.setup)))
+        self._write(Request(number=0, body=self._pool.setup))
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         if fd == 2:
@@ -253,10 +258,9 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self.gone.set_result(None)
 
     def _log_output(self, data: bytes) -> None:
-        """Write what the code printed to the log; one that prints too fast has to wait."""
+        """Write what the code printed to the log, and stop reading while it prints too fast."""
         text = visible(data.decode(errors="replace")).removesuffix("\n")
-        sys.stderr.write(indent(text, "    ") + "\n")  # no text can look like an entry
-        sys.stderr.flush()
+        print(indent(text, "    "), file=sys.stderr, flush=True)  # no text can look like an entry
         now = self._loop.time()
         left = self._output_left + (now - self._output_at) * _OUTPUT_BYTES_PER_S
         self._output_left, self._output_at = min(left, _OUTPUT_BYTES) - len(data), now
@@ -284,7 +288,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         if message.number not in due:
             if self.lingers:
                 return  # another worker has the task
-            raise ValueError(f"there is no request for its reply {message.number}")
+            raise ValueError(f"it answered request {message.number}, which it does not have")
         if isinstance(message, Ask):
             task = self.tasks[message.number]
             task.ask(message.body).add_done_callback(partial(self._answer, message.call))
@@ -296,12 +300,9 @@ class WorkerProcess(asyncio.SubprocessProtocol):
     def _answer(self, call: int, answer: asyncio.Task[msgspec.Raw]) -> None:
         if answer.cancelled():
             return  # the task has ended
-        if error := answer.exception():
-            message = Answer(call=call, error=short_text("{}", error))
-        else:
-            message = Answer(call=call, body=answer.result())
-        if not self._retired:
-            self._stdin.write(frame(message))
+        error = answer.exception()
+        reply = {"error": short_text("{}", error)} if error else {"body": answer.result()}
+        self._write(Answer(call=call, **reply))
 
     def _on_ready(self, message: ToPool) -> None:
         if self.ready.done() or not isinstance(message, Ready):

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import uvloop
 
 from areal_lite.config import DataConfig, RewardConfig, RolloutConfig, TrainConfig
 from areal_lite.data.prompts import Prompt
@@ -471,3 +472,33 @@ def test_an_episode_that_never_stops_asking_fails(model: Path, monkeypatch) -> N
             assert "has asked 50 questions" in failure and len(servers.asked) == 50
 
     asyncio.run(main())
+
+
+def test_a_worker_whose_pipe_has_ended_gets_nothing_more(model: Path) -> None:
+    """The pipe of a process that dies may end before its exit is known.
+
+    Another one that dies at that time must not send it its tasks, and must be gone all the same.
+    """
+
+    async def main() -> None:
+        pool = pool_of(model, workers=2, episode_timeout_s=20)
+        await pool.start()
+        playing = [asyncio.create_task(outcome(pool, "fine", Servers(0.5), n)) for n in (1, 2)]
+        await asyncio.sleep(0.2)
+        first, second = pool.workers
+        (silent,), (killed,) = (
+            psutil.Process(worker._transport.get_pid()).children() for worker in (first, second)
+        )
+        silent.suspend()
+        first._stdin.abort()
+        while not first._stdin.is_closing():
+            await asyncio.sleep(0)
+        killed.kill()
+        async with asyncio.timeout(20):
+            await second.gone
+            silent.kill()
+            for played in await asyncio.gather(*playing):
+                assert isinstance(played, list) and isinstance(played[0], Played), played
+            await pool.close()
+
+    uvloop.run(main())
