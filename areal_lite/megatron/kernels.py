@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cache, wraps
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Operator = TypeVar("Operator", bound=Callable[..., Any])
 
 MAX_KEPT = 1 << 31
 """Logits that are kept for backward at most: 8 GiB in float32."""
@@ -25,11 +28,34 @@ class PackedKernel(Protocol):
         ...
 
 
+def fused(function: Operator) -> Operator:
+    """Decorate a function of tensors: a GPU computes it in few passes, rounding in between less.
+
+    The first argument tells the device. Elsewhere each operation reads and writes memory.
+    """
+
+    @wraps(function)
+    def call(x: Tensor, *rest):
+        return (_compiled(function) if x.is_cuda else function)(x, *rest)
+
+    return call  # pyright: ignore[reportReturnType]
+
+
+@cache
+def _compiled(function: Callable) -> Callable:
+    import torch._inductor.config  # slow to import, and only needed on a GPU
+
+    torch._inductor.config.compile_threads = 1  # no processes that could outlive this one
+    torch._dynamo.config.recompile_limit = 64  # of a function, for shapes: then it is not compiled
+    return torch.compile(function)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute x / rms(x) * weight over the last dimension, in float32, rounded once."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
+@fused
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply the rotary embedding to x [t, heads, dim] (Su et al., 2021, arXiv:2104.09864).
 

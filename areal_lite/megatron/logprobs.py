@@ -37,7 +37,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from areal_lite.megatron.kernels import kernels
+from areal_lite.megatron.kernels import fused, kernels
 from areal_lite.megatron.model import Backbone
 from areal_lite.megatron.parallel import current_device, process_group
 
@@ -123,15 +123,10 @@ class _LmLogProbs(torch.autograd.Function):
             # Step 1.
             x = _logits(hidden[rows], head, options, dtype)
             # Step 2.
-            torch.amax(x, -1, out=peak[rows])
-            x.sub_(peak[rows, None])
-            target_x[rows] = x.gather(-1, column[rows, None])[:, 0]
-            e = x.exp()
-            torch.sum(e, -1, out=sum_exp[rows])
-            torch.sum(e.mul_(x), -1, out=sum_x_exp[rows])
+            peak[rows], sum_exp[rows], sum_x_exp[rows], target_x[rows] = _reduce(x, column[rows])
             if len(kept) < options.keep:
                 kept.append(x)
-            del x, e  # before the next chunk needs as much
+            del x  # before the next chunk needs as much
         target_x.masked_fill_(~owned, -math.inf)
         # Step 3.
         shift, sum_exp, sum_x_exp, target_x = _combine(stats, options.group)
@@ -162,28 +157,60 @@ class _LmLogProbs(torch.autograd.Function):
         for rows in _chunks(len(hidden), options):
             # Step 4.
             if kept:
-                logp = kept.pop().sub_(log_z[rows, None])
+                x, shift = kept.pop(), log_z[rows]
             else:
-                logp = _logits(hidden[rows], head, options, peak.dtype)
-                logp.sub_(peak[rows, None] + log_z[rows, None])
-            if grad_entropy is None:
-                slope = logp.exp_().mul_(-grad_logprob[rows, None])
-            else:
-                p = logp.exp()
-                slope = logp.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None])
-                slope.sub_(grad_logprob[rows, None]).mul_(p)
-                del p
-            slope.scatter_add_(-1, column[rows, None], grad_target[rows, None])
-            slope = slope.to(head.dtype)
+                x = _logits(hidden[rows], head, options, peak.dtype)
+                shift = peak[rows] + log_z[rows]
+            factors = grad_logprob[rows], grad_target[rows], column[rows]
+            if grad_entropy is not None:
+                factors += grad_entropy[rows], entropy[rows]
+            slope = _slope(x, shift, head.dtype, *factors)
             grad_hidden[rows] = kernels.linear(slope, head.t())
             if grad_weight is not None:
                 product = slope.t(), hidden[rows].to(head.dtype)
                 _add_product(grad_weight[: options.width], *product, options.wide)
-            del logp, slope
+            del x, slope
         # Step 5.
         if options.group is not None and options.group.size() > 1:
             dist.all_reduce(grad_hidden, group=options.group)
         return grad_hidden.to(hidden.dtype), _weight_gradient(weight, grad_weight), None, None
+
+
+@fused
+def _reduce(x: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Subtract the peaks from logits x [c, V / tp] in place, and return their four numbers [c]."""
+    peak = x.amax(-1)
+    x.sub_(peak[:, None])
+    target_x = x.gather(-1, column[:, None])[:, 0]
+    e = x.exp()
+    sum_exp = e.sum(-1)
+    return peak, sum_exp, e.mul_(x).sum(-1), target_x
+
+
+@fused
+def _slope(
+    x: Tensor,
+    shift: Tensor,
+    dtype: torch.dtype,
+    grad_logprob: Tensor,
+    grad_target: Tensor,
+    column: Tensor,
+    grad_entropy: Tensor | None = None,
+    entropy: Tensor | None = None,
+) -> Tensor:
+    """Compute the gradient of the logits, [c, V / tp]. Their log-probs are x - shift; x is lost.
+
+    grad_target: the gradient of the log-prob where the target, `column`, is this rank's, else 0.
+    """
+    logp = x.sub_(shift[:, None])
+    if grad_entropy is None or entropy is None:
+        slope = logp.exp_().mul_(-grad_logprob[:, None])
+    else:
+        p = logp.exp()
+        slope = logp.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+        slope.sub_(grad_logprob[:, None]).mul_(p)
+    target = slope.gather(-1, column[:, None]) + grad_target[:, None]
+    return slope.to(dtype).scatter_(-1, column[:, None], target.to(dtype))
 
 
 def _chunks(tokens: int, options: _Options) -> list[slice]:

@@ -39,7 +39,7 @@ from areal_lite.megatron.architectures import (
     transformer_config,
 )
 from areal_lite.megatron.attention import PackedAttention
-from areal_lite.megatron.kernels import kernels
+from areal_lite.megatron.kernels import fused, kernels
 from areal_lite.megatron.lora import freeze_base, linear_layer
 from areal_lite.megatron.parallel import current_device, process_group, transformer_settings
 
@@ -96,19 +96,24 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, projections: Tensor) -> Tensor:
         ctx.save_for_backward(projections)
-        a, b = projections.chunk(2, -1)
-        return F.silu(a) * b
+        return _swiglu(projections)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (projections,) = ctx.saved_tensors
-        a, b = projections.chunk(2, -1)
-        grad = torch.empty_like(projections)
-        grad_a, grad_b = grad.chunk(2, -1)
-        torch.mul(grads[0], F.silu(a), out=grad_b)
-        grad_a.copy_(torch.ops.aten.silu_backward(grads[0] * b, a))
-        return grad
+        return _swiglu_backward(*ctx.saved_tensors, grads[0])
+
+
+@fused
+def _swiglu(projections: Tensor) -> Tensor:
+    a, b = projections.chunk(2, -1)
+    return F.silu(a) * b
+
+
+@fused
+def _swiglu_backward(projections: Tensor, grad: Tensor) -> Tensor:
+    a, b = projections.chunk(2, -1)
+    return torch.cat((torch.ops.aten.silu_backward(grad * b, a), grad * F.silu(a)), -1)
 
 
 class RoutingReplay:
