@@ -100,6 +100,7 @@ def _check_warm_up(config: SftConfig, prefix: str) -> None:
     """Check the settings of the warm-up, whose keys begin with `prefix`. Raises ValueError."""
     from areal_lite.config.rules import check_trainer
     from areal_lite.launch.roles import check_trainer_device
+    from areal_lite.system.gpus import resolve_device, visible_gpus
 
     check_trainer(config.trainer, f"{prefix}trainer")
     if config.batch_size % config.trainer.data_parallel:
@@ -108,6 +109,12 @@ def _check_warm_up(config: SftConfig, prefix: str) -> None:
             f"{prefix}trainer.data_parallel={config.trainer.data_parallel}"
         )
     check_trainer_device(config.trainer, f"{prefix}trainer")
+    ranks, gpus = config.trainer.world_size, visible_gpus()
+    if resolve_device(config.trainer.device) == "cuda" and ranks > len(gpus):
+        raise ValueError(
+            f"{prefix}trainer has {ranks} ranks, and {len(gpus)} GPUs are visible: "
+            f"set {prefix}trainer.data_parallel={len(gpus)}"
+        )
 
 
 def overrides_for_gpus(overrides: list[str]) -> list[str]:
@@ -117,8 +124,8 @@ def overrides_for_gpus(overrides: list[str]) -> list[str]:
     """
     from areal_lite.system import gpus
 
-    chosen = any(item.lstrip("+").startswith("experiment=") for item in overrides)
-    if chosen or gpus.resolve_device("auto") != "cuda":
+    if gpus.resolve_device("auto") != "cuda":
         return []
-    shared = ["+experiment=one_gpu"] if len(gpus.visible_gpus()) == 1 else []
+    chosen = any(item.lstrip("+").startswith("experiment=") for item in overrides)
+    shared = ["+experiment=one_gpu"] if len(gpus.visible_gpus()) == 1 and not chosen else []
     return [*shared, "make_model.head_dim=64", "sft.trainer.data_parallel=1"]

@@ -123,7 +123,7 @@ def test_the_quickstart_shares_the_only_gpu(monkeypatch):
     added = overrides_for_gpus(["seed=2"])
     always = ["make_model.head_dim=64", "sft.trainer.data_parallel=1"]
     assert added == ["+experiment=one_gpu", *always]
-    assert overrides_for_gpus(["+experiment=gsm8k"]) == []
+    assert overrides_for_gpus(["+experiment=one_gpu"]) == always
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert overrides_for_gpus([]) == always
     monkeypatch.setattr(gpus, "resolve_device", lambda device: "cpu")
@@ -138,6 +138,10 @@ def test_the_quickstart_is_valid_on_one_gpu(tmp_path, monkeypatch, capsys):
     checked_config("quickstart", [*overrides_for_gpus([]), *where])
     assert main(["quickstart", "--cfg", *where]) == 0
     assert "gpu_memory_fraction: 0.6" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"sft\.trainer has 2 ranks, and 1 GPUs are visible"):
+        checked_config(
+            "quickstart", [*overrides_for_gpus([]), *where, "sft.trainer.data_parallel=2"]
+        )
 
 
 def test_two_versions_of_the_weights_must_fit_into_the_folder(model, tmp_path, monkeypatch):
