@@ -26,7 +26,8 @@ and then, on the machine, in the checkout:
 `--server-args` gives every server more options of SGLang, for example those that avoid a package
 that is not there: `--server-args attention_backend=triton sampling_backend=pytorch`.
 
-None of this has run on a GPU. Tiny models have tested the code of the parts that a CPU can run.
+One H200 has run most parts for one GPU (results/gpu-h200.md). Tiny models have tested the code of
+the others that a CPU can run; parts for more GPUs have run nowhere.
 """
 
 import argparse
@@ -67,6 +68,7 @@ PARTS = {
     "attention": Part("gpu_parts", 1, "varlen attention against float32; FlashAttention 2 and 4"),
     "head": Part("gpu_parts", 1, "output layer: error, speed, memory"),
     "engine": Part("gpu_parts", 1, "updates, memory against the plan, offload, checkpoint"),
+    "fused": Part("gpu_parts", 1, "an update with operators fused, and without"),
     "agree": Part("gpu_runs", 1, "log-probs of server and trainer; tokens a second"),
     "tags": Part("gpu_runs", 1, "versions of tokens around a push"),
     "order": Part("gpu_runs", 1, "the same KV cache beside an empty and a full GPU", on_cpu=False),
