@@ -185,8 +185,6 @@ class Objective:
         """Shape the rewards of sequences, float [n]. Masked sampled tokens count in the length."""
         shaping = self.algo.shaping
         rewards = shaping.scale * (batch.rewards + shaping.bias)
-        if shaping.clip is not None:
-            rewards = rewards.clamp(-shaping.clip, shaping.clip)
         if not shaping.overlong_margin:
             return rewards
         lengths = torch.bincount(batch.sequence_ids[batch.sampled], minlength=len(rewards))

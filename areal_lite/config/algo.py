@@ -54,13 +54,10 @@ class AdvantageConfig:
 
 @dataclass
 class ShapingConfig:
-    """The reward that is trained on: scale (R + bias), clipped, plus penalties."""
+    """The reward that is trained on: scale (R + bias), plus penalties."""
 
     scale: float = setting(1.0, "Factor of the reward.", above=0, maximum=1e6)
     bias: float = setting(0.0, "Added to the reward before scaling.", within=(-1e6, 1e6))
-    clip: float | None = setting(
-        None, "Limit the scaled reward to [-clip, clip].", above=0, maximum=1e6
-    )
     overlong_margin: int = setting(
         0,
         "Last tokens before rollout.max_new_tokens, in which a penalty grows to 1. 0: no penalty.",
@@ -93,9 +90,6 @@ class CriticConfig:
     """The value model of algo.advantage.estimator=gae, which begins as a copy of the policy."""
 
     lr: float = setting(1e-5, "Learning rate.", above=0, maximum=1)
-    clip_value: float | None = setting(
-        0.2, "Largest change of a value in a training step. null: no bound.", above=0, maximum=1e6
-    )
 
 
 @dataclass

@@ -322,11 +322,6 @@ class TrainerConfig:
         above=0,
         maximum=1,
     )
-    batch_timeout_s: float = setting(
-        600.0,
-        "Longest wait for a batch, in seconds, in addition to server.start_timeout_s.",
-        within=SECONDS,
-    )
 
     @property
     def world_size(self) -> int:

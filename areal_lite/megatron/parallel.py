@@ -5,7 +5,6 @@ Expert parallelism spreads experts over some of the tensor x context x data rank
 the environment the process is a world of one.
 """
 
-import math
 import os
 from datetime import timedelta
 from typing import Any
@@ -19,9 +18,9 @@ from torch import Tensor
 from areal_lite.config import TrainerConfig
 from areal_lite.system.gpus import nccl_environment
 
-# How long a rank may wait in a collective, at least, in seconds. The others wait while rank 0 waits
-# for an evaluation, which may take hours. A rank that dies ends the run without this limit.
-_MIN_TIMEOUT_S = 7200.0
+# How long a rank may wait in a collective. The others wait while rank 0 waits for a batch, or for an
+# evaluation, which may take hours. A rank that dies or hangs ends the run without this limit.
+_TIMEOUT = timedelta(days=1)
 # Numbers of a rank that are on the GPU at a time: 64 MiB in float32.
 _PIECE = 1 << 24
 
@@ -76,8 +75,7 @@ def init_distributed(config: TrainerConfig, seed: int) -> torch.device:
             torch.cuda.set_per_process_memory_fraction(config.gpu_memory_fraction, device)
     else:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    timeout = timedelta(seconds=max(_MIN_TIMEOUT_S, 2 * config.batch_timeout_s))
-    _init_process_group("nccl" if device.type == "cuda" else "gloo", timeout)
+    _init_process_group("nccl" if device.type == "cuda" else "gloo", _TIMEOUT)
     virtual = config.virtual_pipeline
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_parallel,
@@ -86,7 +84,7 @@ def init_distributed(config: TrainerConfig, seed: int) -> torch.device:
         context_parallel_size=config.context_parallel,
         expert_model_parallel_size=config.expert_parallel,
         expert_tensor_parallel_size=_expert_tensor_parallel(config),
-        distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
+        distributed_timeout_minutes=_TIMEOUT // timedelta(minutes=1),
         create_gloo_process_groups=False,
     )
     # Megatron demands its generators even where nothing draws from them.

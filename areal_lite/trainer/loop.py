@@ -227,10 +227,11 @@ class Stopwatch:
 def patience_s(config: TrainConfig) -> float:
     """Return how long to wait for the controller.
 
-    Its answer may need a server to start first, and an episode that is given up at last.
+    Its answer may need a server to start first, an episode that is given up at last, and another
+    controller in place of one that hangs.
     """
     waits = config.server.start_timeout_s, config.rollout.episode_timeout_s
-    return sum(waits) + config.trainer.batch_timeout_s
+    return sum(waits) + config.restart.hang_timeout_s
 
 
 def proximal_record(step: int, batch: TrainBatch, prox: np.ndarray) -> dict[str, Any]:

@@ -39,6 +39,8 @@ from areal_lite.megatron.reference import (
 )
 from areal_lite.train_batch import TrainBatch
 
+_VALUE_CLIP = 0.2  # the largest change of a value in a training step: that of the policy's ratio
+
 
 @dataclass
 class Models:
@@ -284,7 +286,7 @@ def _update_critic(
             tokens.values,
             tokens.returns,
             tokens.mask,
-            clip=config.algo.critic.clip_value,
+            clip=_VALUE_CLIP,
             denominator=count,
         )
 

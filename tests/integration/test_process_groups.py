@@ -43,7 +43,7 @@ with (
     mock.patch.object(torch.cuda, "set_device"),
     mock.patch.object(parallel, "model_parallel_cuda_manual_seed"),
 ):
-    parallel.init_distributed(TrainerConfig(batch_timeout_s=float(sys.argv[2])), seed=1)
+    parallel.init_distributed(TrainerConfig(), seed=1)
 
 group = parallel_state.get_data_parallel_group()
 seen["bound"] = dist.distributed_c10d._get_default_group().bound_device_id is not None
@@ -62,8 +62,8 @@ print(json.dumps({name: os.environ.get(name) for name in names}), flush=True)
 """
 
 
-def rank(device: str, batch_timeout_s: float, **environment: str) -> dict:
-    command = [sys.executable, "-c", RANK, device, str(batch_timeout_s)]
+def rank(device: str, **environment: str) -> dict:
+    command = [sys.executable, "-c", RANK, device]
     result = subprocess.run(
         command, cwd=ROOT, env=clean() | environment, stdout=subprocess.PIPE, text=True, check=True
     )
@@ -96,7 +96,7 @@ def test_trainer_and_servers_agree_on_nccls_memory(tmp_path, monkeypatch, users)
     for name, value in users.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(process, "check_cuda", lambda: None)
-    trainer, server_has = rank("cuda:0", 600, **users), server(tmp_path, "cuda")
+    trainer, server_has = rank("cuda:0", **users), server(tmp_path, "cuda")
     expected = users or {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     assert expected.items() <= trainer.items() and expected.items() <= server_has.items()
     assert trainer["backend"] == "nccl" and not trainer["bound"]
@@ -104,7 +104,7 @@ def test_trainer_and_servers_agree_on_nccls_memory(tmp_path, monkeypatch, users)
     assert {server_has[name] for name in leaked} == {None}, "these are the trainer's only"
 
 
-def test_every_group_waits_as_long_as_the_configuration_says() -> None:
-    seen = rank("cpu", 6000)
-    assert seen["timeouts"] == [12000, 12000] and seen["gloo groups"] == 0
+def test_every_group_waits_for_the_longest_evaluation() -> None:
+    seen, day_s = rank("cpu"), 24 * 3600
+    assert seen["timeouts"] == [day_s, day_s] and seen["gloo groups"] == 0
     assert seen["NCCL_CUMEM_ENABLE"] is None, "without a GPU nothing changes"

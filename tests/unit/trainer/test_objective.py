@@ -361,15 +361,13 @@ def test_shaped_rewards_count_the_sampled_tokens():
     config = TrainConfig(
         model="",
         rollout=RolloutConfig(max_new_tokens=5),
-        algo=AlgoConfig(shaping=ShapingConfig(scale=2.0, bias=-0.5, clip=0.6, overlong_margin=2)),
+        algo=AlgoConfig(shaping=ShapingConfig(scale=2.0, bias=-0.5, overlong_margin=2)),
     )
     batch = make_batch(5)
     t, _, _ = tensors_of(batch, config, 0)
     for s, got in enumerate(build_objective(config).shaped_rewards(t).tolist()):
         length = int(((batch.sequence_ids == s) & (batch.versions >= 0)).sum())
-        expected = clip(2.0 * (batch.rewards[s] - 0.5), -0.6, 0.6) + clip(
-            (5 - 2 - length) / 2, -1.0, 0.0
-        )
+        expected = 2.0 * (batch.rewards[s] - 0.5) + clip((5 - 2 - length) / 2, -1.0, 0.0)
         assert got == pytest.approx(expected, abs=1e-6)
 
 
