@@ -18,8 +18,8 @@ from torch import Tensor
 from areal_lite.config import TrainerConfig
 from areal_lite.system.gpus import nccl_environment
 
-# How long a rank may wait in a collective. The others wait while rank 0 waits for a batch, or for an
-# evaluation, which may take hours. A rank that dies or hangs ends the run without this limit.
+# How long a rank may wait in a collective. The others wait while rank 0 waits for a batch, or for
+# an evaluation, which may take hours. A rank that dies or hangs ends the run without this limit.
 _TIMEOUT = timedelta(days=1)
 # Numbers of a rank that are on the GPU at a time: 64 MiB in float32.
 _PIECE = 1 << 24

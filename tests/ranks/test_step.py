@@ -432,9 +432,7 @@ def test_each_source_learns_from_a_teacher_of_its_own(model, tmp_path):
 
 def test_a_critic_learns_the_reward(model):
     """All rewards alike: the value of every state is that reward."""
-    algo = AlgoConfig(
-        advantage=AdvantageConfig("gae"), critic=CriticConfig(lr=1e-2)
-    )
+    algo = AlgoConfig(advantage=AdvantageConfig("gae"), critic=CriticConfig(lr=1e-2))
     config = TrainConfig(model=str(model), algo=algo, trainer=TrainerConfig(steps=40, lr=1e-9))
     data = replace(batch(), rewards=np.full(12, 0.75, np.float32))
     objective = build_objective(config)
