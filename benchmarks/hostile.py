@@ -2,14 +2,14 @@
 
     python benchmarks/hostile.py --seeds 3    # about an hour on two cores
 
-The controller and its worker processes are real; servers and trainer are those of the tests. Each
+The controller and its worker processes are real; the tests' doubles serve and train. Each
 of 1,000 prompts is healthy, or one of the FAULTS, each with a share of 1 %. A healthy run has the
 same prompts without faults. Both run in turn under each schedule, for `--seeds` seeds, with up to
 1,000 episodes in flight, and are evaluated before, in the middle and at the end.
 
 Writes <out>/hostile.json: one record per run, with its trajectories a second, and the ratio of the
-hostile to the healthy run for each schedule. A run that stops or that `areal-lite audit` finds
-something wrong with ends the benchmark.
+hostile to the healthy run for each schedule. A run that stops, or in which
+`areal-lite audit` finds a fault, ends the benchmark.
 """
 
 import argparse
@@ -65,7 +65,7 @@ async def workflow(episode: Episode) -> Trajectory:
 
 
 def write_prompts(path: Path, seed: int, share: float) -> None:
-    """Write prompts of which each fault has the share `share`."""
+    """Write prompts, a `share` of them with each fault."""
     draw = random.Random(seed)
     with path.open("w") as file:
         for number in range(PROMPTS):

@@ -180,7 +180,7 @@ def explain(error: Exception, command: str) -> str:
         how = _how_to_type(several[1], command, "give one")
         return f"{several[1]} is several values: {how}, or add -m to run each"
     if listed := re.match(r"Error merging override (.+) Cannot convert '\w+' to string", text):
-        return f"{listed[1]} is no text: {_how_to_type(listed[1], command)}"
+        return f"{listed[1]} is not text: {_how_to_type(listed[1], command)}"
     for pattern, reworded in _REWORDED.items():
         if match := re.fullmatch(pattern, text):
             return match.expand(reworded)

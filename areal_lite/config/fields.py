@@ -125,7 +125,7 @@ def sections(schema: type, prefix: str = "") -> Iterator[tuple[str, type]]:
 
 @cache
 def keys_of(schema: type) -> dict[str, Any]:
-    """Return the type of every dotted key of a config dataclass, those of sections included."""
+    """Return the type of every dotted key of a config dataclass and its sections."""
     return {
         f"{prefix}{name}": kind
         for prefix, section in sections(schema)

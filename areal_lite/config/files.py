@@ -69,7 +69,7 @@ def _known(stored: dict[str, Any], section: type) -> dict[str, Any]:
 def changed_settings(config: Any, run_dir: Path) -> dict[str, tuple[Any, Any]]:
     """Return by key the values, in `config` and in <run_dir>/config.yaml, that differ.
 
-    Left out is what each start has of its own. Raises ValueError as `stored_settings` does.
+    Settings of a single start are left out. Raises ValueError as `stored_settings` does.
     """
     both = OmegaConf.to_container(OmegaConf.structured(config)), stored_settings(run_dir)
     now, before = map(flat, both)

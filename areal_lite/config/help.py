@@ -32,7 +32,7 @@ class Row(NamedTuple):
 
 
 def rows_of(prefix: str, section: type, composed: DictConfig) -> list[Row]:
-    """Return the settings of a section, without those of its sub-sections."""
+    """Return the settings of a section, without its sub-sections."""
     node = OmegaConf.select(composed, prefix[:-1]) if prefix else composed
     values: Any = OmegaConf.to_container(node, resolve=False)
     hints = get_type_hints(section)

@@ -44,7 +44,7 @@ class Scores:
     rewards: np.ndarray  # float64 [problems, 1 + samples], the greedy completion first
     versions: list[int]  # that sampled at least one token
     failures: int  # completions without a reward; they count as 0
-    timeouts: int = 0  # those of them that took too long
+    timeouts: int = 0  # failures by taking too long
 
     def record(self) -> dict[str, Any]:
         """Return the scores as JSON values, as they are in evals.jsonl.

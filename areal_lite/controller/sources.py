@@ -41,7 +41,7 @@ class Source:
     prompts: PromptSet | None  # None when nothing is trained
     eval_prompts: PromptSet | None  # None without evaluation
     rewards: RewardPool
-    episodes: EpisodePool | None = None  # None: all of its code is ours
+    episodes: EpisodePool | None = None  # None: it runs no code of the user
 
     async def prompt(self, split: Split, index: int) -> Prompt:
         """Return a prompt by its place in the split. Raises TaskFailed."""
@@ -165,7 +165,7 @@ class Quarantine:
 
     @property
     def indices(self) -> set[int]:
-        """Return the indices of the training prompts among them, as the sampler has them."""
+        """Return the sampler's indices of the training prompts that are held."""
         indices = (line["prompt_index"] for line in self.held.values())
         return {index for index in indices if index is not None}
 
@@ -217,7 +217,7 @@ class Dependencies:
     eval_sets: Mapping[str, PromptSet] = field(default_factory=dict)  # more of a single source
     quarantine: Quarantine = field(default_factory=Quarantine)
     playing: Playing = field(default_factory=dict)
-    workflow: Workflow | None = None  # instead of that of each source
+    workflow: Workflow | None = None  # replaces each source's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ class Player:
     fleet: Fleet
     counts: Counter[str]
     on_end: Callable[[], None] = lambda: None
-    what: str = "group"  # that it plays, in names
+    what: str = "group"  # what it plays, for the names of episodes
 
     async def play(
         self,

@@ -82,10 +82,9 @@ def check_split(described: Mapping[str, Any], trainer: TrainerConfig) -> None:
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """Map each tensor name to its safetensors file: of the index, or model.safetensors.
+    """Map each tensor name to its safetensors file: from the index, or model.safetensors.
 
-    Raises ValueError without one of them, for a file that is damaged, or for one beside them that
-    SGLang would read, too.
+    Raises ValueError if a file is missing or damaged, or if SGLang would read another one, too.
     """
     named = read_json(folder / _INDEX).get("weight_map", {})
     if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
@@ -129,7 +128,7 @@ def check_weights(folder: Path) -> None:
     tensors = weight_files(folder)
     config = read_json(folder / "config.json")
     if type(kind := config.get("model_type")) is not str:
-        raise ValueError(f"{folder / 'config.json'}: model_type={kind!r:.100} is not a text")
+        raise ValueError(f"{folder / 'config.json'}: model_type={kind!r:.100} is not a string")
     if kind not in MODEL_TYPES:
         return
     for key in _SIZES:
@@ -146,8 +145,8 @@ def check_weights(folder: Path) -> None:
     others = tensors.keys() - set(tensor_names(config))
     if extra := {name for name in others if not name.endswith(_OPTIONAL)}:
         raise ValueError(
-            f"{tensors[min(extra)]}: {min(extra)} is no tensor of config.json's"
-            f" {kind}; copy both from the same checkpoint"
+            f"{tensors[min(extra)]}: config.json's {kind} has no tensor {min(extra)};"
+            " copy both from the same checkpoint"
         )
     if config.get("tie_word_embeddings") and _HEAD in tensors:
         head, embedding = (raw_tensor(tensors[name], name) for name in (_HEAD, _EMBEDDING))

@@ -221,7 +221,7 @@ class TextPrompts:
             raise ValueError("the prompt has no tokens: remove the row")
         if (largest := max(ids)) >= self._tokenizer.vocab_size:
             raise ValueError(
-                f"token {largest} is none of the model's {self._tokenizer.vocab_size}:"
+                f"token {largest} is not one of the model's {self._tokenizer.vocab_size}:"
                 " its tokenizer is not that of its weights"
             )
         return len(ids) > max_tokens

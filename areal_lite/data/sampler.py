@@ -57,8 +57,8 @@ class SourceOrder:
 class PromptSampler:
     """Draws indices of prompts.
 
-    `drawn` is the number of new indices so far. `returned` has those that were put back, which do
-    not count again and are served even if they rest. `retired` has the retired ones. Raises
+    `drawn` is the number of new indices so far. `returned` has indices that were put back, which
+    do not count again and are served even if they rest. `retired` has the retired ones. Raises
     ValueError for an empty source.
     """
 
@@ -142,7 +142,7 @@ class PromptSampler:
         return sum(map(self._rests, self._rests_until))
 
     def resume(self, drawn: int, put_back: Iterable[int]) -> None:
-        """Continue after `drawn` new indices, and serve those that were put back first."""
+        """Continue after `drawn` new indices, and serve first what was put back."""
         self.drawn = drawn
         self.returned = deque(put_back)
 

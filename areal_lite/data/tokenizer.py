@@ -147,7 +147,7 @@ class Tokenizer:
         return text.partition(_ANSWER)[2]
 
     def date_caution(self) -> str | None:
-        """Say which date the chat template writes, if it writes one that nobody has chosen."""
+        """Say which date the chat template writes, if the settings do not choose it."""
         chosen = self._template_kwargs.keys() & {"today", "date_string"}
         if chosen or "strftime_now" not in (self.chat_template or ""):
             return None
@@ -177,8 +177,8 @@ class Tokenizer:
             template = False
         if template is not None and not isinstance(template, str):
             raise ValueError(
-                f"{self.path / 'tokenizer_config.json'}: chat_template is neither a text nor a list"
-                " of names and templates; copy the checkpoint again"
+                f"{self.path / 'tokenizer_config.json'}: chat_template is neither a string nor a"
+                " list of names and templates; copy the checkpoint again"
             )
         return template
 

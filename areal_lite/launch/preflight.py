@@ -196,7 +196,7 @@ def check_sources(config: Sampled) -> None:
 
 
 def _check_files(config: Sampled) -> None:
-    """Check that the files are there which the command reads: to train, and to evaluate."""
+    """Check that the command's files exist, to train and to evaluate."""
     data, remedy = config.data, "give held-out problems"
     if isinstance(config, TrainConfig):
         if not os.path.isfile(data.path or ""):

@@ -121,7 +121,7 @@ class PendingCheckpoint:
 class Checkpoints:
     """A run's checkpoints, `folder`/step-N, of which at most one is being written.
 
-    The `keep` newest stay (0: all), and those that a process is reading.
+    The `keep` newest stay (0: all), and any that a process is reading.
     """
 
     def __init__(self, folder: Path, parts: Mapping[str, TrainableModel], keep: int = 0):
@@ -331,7 +331,7 @@ def check_state(folder: Path, common: dict[str, Any], parts: Mapping[str, Traina
 
 
 def _load_optimizer(optimizer: Any, state: Any) -> None:
-    """Load the optimizer's state; rates, betas and decay stay those of this run's configuration."""
+    """Load the optimizer's state; rates, betas and decay stay as this run configures them."""
     settings = [
         {key: value for key, value in group.items() if key not in ("params", "step")}
         for group in optimizer.param_groups

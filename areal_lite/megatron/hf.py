@@ -151,7 +151,7 @@ class WeightStream:
         yield bucket
 
     def _may_begin_bucket(self, name: str) -> bool:
-        """Return whether the tensors of the parameter need none of those before them."""
+        """Return whether the parameter's tensors need no earlier ones in their bucket."""
         return True
 
     def _value(self, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""The models: what they share, those that train, the policy and the critic.
+"""The models: their common base, trained models, the policy and the critic.
 
 Each trainer rank has one object of each, and every rank calls every method, with the same
 microbatches on every rank of a model. Entry i of a per-token result is about token i and computed

@@ -7,7 +7,7 @@ a box, and after `</think>` only what follows counts. A formula on a line of its
 Math-Verify parses the LaTeX and compares with sympy. It rounds to six decimals; here the rounding
 is relative for numbers below 1. What it leaves out is read before: bases (`101_2` is 5), times,
 choices (`B`), thousands, degrees. The policy where people disagree: a percentage equals the number
-before the sign and its hundredth. A missing unit is no mistake, another one is (`5 cm`, `5 m`).
+before the sign and its hundredth. A missing unit is accepted, a different one is not (5 m, 5 cm).
 
 What a model writes can cost the parser or sympy hours or all memory. Three bounds prevent that, and
 a completion beyond one of them scores 0:

@@ -226,7 +226,7 @@ def _parsed(source: str) -> ast.Module | None:
 
 
 def _names(nodes: Iterable[ast.AST]) -> tuple[set[str], set[str]]:
-    """Return the names that are defined below `nodes`, and those that are used."""
+    """Return the names defined below `nodes`, and the names used there."""
     defined, used = set(), set()
     for node in (below for each in nodes for below in ast.walk(each)):
         if isinstance(node, ast.Name):
@@ -275,7 +275,7 @@ check_answer = parse_tests
 
 
 def _decoded(text: str) -> Any:
-    """Decode JSON, or a list or dictionary of Python; anything else is a text."""
+    """Decode JSON, or a list or dictionary of Python; anything else stays text."""
     if text[:1] not in ("{", "["):
         return text
     try:
@@ -298,13 +298,13 @@ def _fields(content: Any) -> dict[str, Any]:
         if name not in _KEYS:
             raise ValueError(f"the key {key!r} is unknown; known are {', '.join(sorted(_KEYS))}")
         if name in fields and name != "setup":
-            raise ValueError(f"the key {key!r} says again what another one says")
+            raise ValueError(f"the key {key!r} repeats another key")
         if name == "setup":
             value = f"{fields.get(name, '')}\n{_joined(value)}".strip()
         fields[name] = [value] if key in ("input", "output") else value
     for number, case in enumerate(_list(fields.pop("test_cases", []))):
         if not isinstance(case, dict) or not {"input", "output"} <= case.keys():
-            raise ValueError(f"test {number} is no object with input and output, but {case!r:.50}")
+            raise ValueError(f"test {number} must be an object with input and output: {case!r:.50}")
         fields.setdefault("inputs", []).append(case["input"])
         fields.setdefault("outputs", []).append(case["output"])
         fields |= {
@@ -318,7 +318,7 @@ def _fields(content: Any) -> dict[str, Any]:
 
 
 def _tests(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of Tests from those of an answer, whose names are in _KEYS."""
+    """Return the fields of Tests for an answer's fields, whose names are in _KEYS."""
     limits = {key: fields[key] for key in _LIMITS & fields.keys()}
     name, setup = fields.get("fn_name"), fields.get("setup", "")
     if "tests" in fields:
@@ -363,11 +363,11 @@ def _joined(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return what a program reads or prints: a text, a number, or a list of lines."""
+    """Return what a program reads or prints: text, a number, or a list of lines."""
     if isinstance(value, list):
         return "\n".join(map(_text, value))
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"{value!r:.50} is neither a text nor a number: functions need fn_name")
+        raise ValueError(f"{value!r:.50} is neither text nor a number: functions need fn_name")
     return str(value)
 
 

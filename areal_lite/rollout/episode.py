@@ -135,7 +135,7 @@ def is_grouped(workflow: Workflow) -> bool:
 
 
 async def play(workflow: Workflow, episodes: Sequence[Episode]) -> list[Played | str]:
-    """Call a workflow: play an episode, or with a grouped workflow all those of a group.
+    """Call a workflow to play one episode, or a whole group if the workflow is grouped.
 
     Traces are checked and numbered. The result of an episode that failed says why.
     """
@@ -365,7 +365,7 @@ class Transcript:
         """
         ids, count = np.asarray(tokens, np.int32), len(tokens)
         if (largest := ids.max(initial=0)) >= (size := self.episode.params.vocab_size):
-            raise ValueError(f"token {largest} is none of the model's {size}")
+            raise ValueError(f"token {largest} is not one of the model's {size}")
         self._chunks.append(
             GenerationChunk(
                 tokens=ids,

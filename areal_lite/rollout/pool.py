@@ -19,9 +19,9 @@ from areal_lite.trajectory import Group
 from areal_lite.workers.pool import LATE_S, WorkerPool
 from areal_lite.workers.process import pack, unpack
 
-# A worker whose event loop does not turn for so long is killed.
+# A worker is killed after its event loop has been blocked for this long.
 _BLOCKED_S = 30.0
-# With more, too many episodes begin anew when a process ends.
+# With more, too many episodes restart when a process ends.
 _EPISODES_A_WORKER = 64
 
 Sampler = Callable[[np.ndarray, SamplingParams], Awaitable[Completion]]

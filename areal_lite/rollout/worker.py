@@ -47,7 +47,7 @@ from areal_lite.workers.process import (
 )
 
 _BEAT_S = 1.0
-# A cancelled task has so long to end by itself.
+# How long a cancelled task may take to end by itself.
 _GRACE_S = 2.0
 
 
@@ -205,7 +205,7 @@ class EpisodeWorker:
             return pack(self._prompts[body.split][body.index])
         reason = self._filters[body.filter](body.group)
         if not isinstance(reason, str | None):
-            raise TypeError(f"{body.filter} returned {reason!r:.100}, not a text or None")
+            raise TypeError(f"{body.filter} returned {reason!r:.100}, not a string or None")
         return pack(reason)
 
     def _episodes(self, number: int, body: Play) -> list[Episode]:

@@ -133,7 +133,7 @@ def read_events(run_dir: Path, name: str, newest: int | None = None) -> list[dic
         raise ValueError(f"{path} has a line that is not JSON ({error}): remove it") from error
     axis = _AXES.get(name)
     if not all(isinstance(r, dict) and (not axis or isinstance(r.get(axis), int)) for r in records):
-        raise ValueError(f"{path} has a line that is no object with a whole {axis}: remove it")
+        raise ValueError(f"{path} has a line without an integer {axis}: remove it")
     return records
 
 

@@ -1,7 +1,7 @@
-"""The questions of a run to the trajectory store. tools/store_columns.py has those about a run.
+"""The queries of a run. tools/store_columns.py and tools/stored_run.py have queries about a run.
 
-No other modules have SQL, besides the ones that write. `store.py` says what the store holds.
-Readers open it while its run writes to it.
+All other SQL is in store.py, which writes, and says what the store holds. Readers open it while
+its run writes to it.
 """
 
 from __future__ import annotations

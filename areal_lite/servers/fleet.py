@@ -266,7 +266,7 @@ class Fleet:
     `counts` counts `retries` (requests whose server failed or was not ready), and what
     RequestGate counts. `taken_over` are servers that an earlier controller has used. `announced`
     returns the servers that are up, `on_change` is called when servers come or go, and
-    `mark_unhealthy` with a server that has failed and the reason. `seed` is that of the run.
+    `mark_unhealthy` with a server that has failed and the reason. `seed` is the run's.
     """
 
     def __init__(

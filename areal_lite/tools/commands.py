@@ -235,7 +235,7 @@ DOCTOR = Command(
 
 
 def existing_run(folder: str | Path) -> Path:
-    """Return the directory of a run. Raises ValueError when `folder` is none."""
+    """Return the directory of a run. Raises ValueError when `folder` is not."""
     run_dir = Path(folder)
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir}: there is no such folder")

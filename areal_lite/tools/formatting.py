@@ -51,6 +51,6 @@ def pause(seconds: float) -> str:
 
 
 def excerpt(text: str, most: int) -> str:
-    """Quote a text; one of more than `most` characters loses its middle."""
+    """Quote a text, without its middle if it has more than `most` characters."""
     half = most // 2
     return repr(text if len(text) <= most else f"{text[:half]} … {text[-half:]}")

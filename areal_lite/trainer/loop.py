@@ -227,7 +227,7 @@ class Stopwatch:
 def patience_s(config: TrainConfig) -> float:
     """Return how long to wait for the controller.
 
-    Its answer may need a server to start first, an episode that is given up at last, and another
+    Its answer may wait for a server to start, for an episode to reach its limit, and for another
     controller in place of one that hangs.
     """
     waits = config.server.start_timeout_s, config.rollout.episode_timeout_s
@@ -261,7 +261,7 @@ class LogprobAgreement:
       alone. Without such a sequence it is None.
     * `logprob_diff_scored` lets a server score a few sequences of the batch as prompts. It needs
       temperature 1, because the log-probs of a prompt are not scaled by it. It is None with
-      replayed routes, which are not those of a prompt.
+      replayed routes, because a prompt takes other routes.
 
     `logprob_diff` is the larger of the two.
     """

@@ -162,7 +162,7 @@ def policy_step(
 
 
 def flat_batch(batch: TrainBatch, version: int, device: torch.device) -> FlatBatch:
-    """Move `batch` to `device`. The mask leaves out overdue tokens and those without a log-prob."""
+    """Move `batch` to `device`. The mask leaves out tokens that are overdue or lack a log-prob."""
 
     def on_device(array) -> Tensor:
         return torch.from_numpy(array).to(device)

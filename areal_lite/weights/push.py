@@ -154,7 +154,7 @@ class Pusher:
     Ranks other than 0 only give their shards of `weights`, a WeightStream, to rank 0.
     """
 
-    # Those that have the version of the last push. None before it: all that are announced.
+    # The servers that took the last push. None before the first: all that are announced.
     servers: list[ServerInfo] | None = None
 
     def __init__(self, weights):

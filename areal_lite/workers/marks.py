@@ -81,7 +81,7 @@ class Marks:
     def watch(self, seconds: float) -> None:
         """Write the stacks of all threads to the file at a crash, or if this is not called in time.
 
-        Later calls begin the time anew.
+        Each call restarts the time.
         """
         if self._file is not None:
             os.lseek(self._file, MARKS_BYTES, os.SEEK_SET)

@@ -8,14 +8,14 @@ these reasons:
   * `bad_result`: it returned something that cannot be used.
 
 A worker that is silent for `silence_s` while it has work is killed, and a killed or dead worker is
-replaced. The task that it was executing fails. Its other tasks begin anew in another worker, and a
-question that they ask again gets the answer that it had. Workers of a `sequential` pool execute one
-task after the other.
+replaced. The task that it was executing fails. Its other tasks restart in another worker, where a
+question that they repeat gets the same answer. Workers of a `sequential` pool execute one task
+after the other.
 
-Other pools are concurrent: their workers execute many tasks at once, and mark in shared memory
-which ones are executing (marks.py). If a worker dies and no task is marked, or several are, each of
-them is suspected; a task that is suspected again and again fails. A worker that is late keeps the
-task that it is executing, and the others begin anew elsewhere before it is killed.
+Other pools are concurrent: their workers interleave many tasks, and mark in shared memory the task
+that is executing (marks.py). If a worker dies with no mark or several, each task that may be the
+cause is suspected, and fails when it is suspected too often. A worker that is late keeps the task
+that it is executing; its others restart elsewhere before it is killed.
 
 If a replacement cannot start, the pool shrinks; an empty pool raises RuntimeError. Nothing of a
 process outlives the pool or the pool's own process (process.py). Start the pool in a thread that
@@ -75,7 +75,7 @@ LATE_S = 3.0
 """A worker that executes many tasks at once gives a sign of life more often than this."""
 # A task that was suspected this often fails. After this many restarts it stays with a late worker.
 _MOST_SUSPECTED, _MOST_MOVED = 3, 2
-# Only a task without end asks more.
+# Only an endless task asks more.
 _MOST_QUESTIONS = 10_000
 # Workers may print a burst to the log, and then so much a second. Faster ones have to wait.
 _OUTPUT_BYTES, _OUTPUT_BYTES_PER_S = 1 << 20, 1 << 16
@@ -102,7 +102,7 @@ class Task:
     """A piece of work, with its body encoded, and the future of its result.
 
     `answer` answers its questions. `asked` has the digest and the answer of each, and `unclaimed`
-    the ones that it has not asked again since it began anew.
+    has the questions that it has not repeated since its restart.
     """
 
     number: int

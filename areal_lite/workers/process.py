@@ -6,7 +6,7 @@ msgpack. A worker gets a `Request` with its setup, answers `Ready`, and from the
 code itself prints goes to standard error, and its standard input is empty.
 
 The pool starts a keeper, and the keeper forks the worker, so that nothing of the worker outlives
-it. A process that loses its parent becomes the keeper's child, even one in a session of its own
+it. A process that loses its parent becomes the keeper's child, even with a session of its own
 (PR_SET_CHILD_SUBREAPER). When the worker ends, when the pool sends SIGTERM, or when the pool's
 process ends, the keeper kills all of them, removes their temporary files and ends with the worker's
 status. The kernel reports the end of the pool's process by SIGCONT, because that also reaches a
@@ -50,13 +50,13 @@ _LENGTH = struct.Struct("<I")
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True, kw_only=True):
-    """What one side sends to the other."""
+    """A message between a pool and a worker."""
 
 
 class Request(_Message):
-    """Work to do. `number` differs for each one of a pool; 0 is the setup.
+    """Work to do. `number` is unique in a pool; 0 is the setup.
 
-    `limit_s` bounds the time that its code takes, without that of the pool's answers.
+    `limit_s` bounds the time that its code takes, not the time until the pool answers.
     """
 
     number: int
@@ -65,7 +65,7 @@ class Request(_Message):
 
 
 class Answer(_Message):
-    """The answer to `Ask` number `call`, or the `error` for which there is none."""
+    """The answer to `Ask` number `call`, or the `error` that prevented it."""
 
     call: int
     body: msgspec.Raw = msgspec.Raw(b"\xc0")  # nil
@@ -107,7 +107,7 @@ class Failed(_Message):
 
 
 class Ask(_Message):
-    """A question of request `number` to the pool. `call` differs for each question of a worker."""
+    """A question of request `number` to the pool. `call` is unique in a worker."""
 
     number: int
     call: int
@@ -144,7 +144,7 @@ def pack(value: Any) -> msgspec.Raw:
 
 
 def unpack(body: msgspec.Raw, kind: type[T]) -> T:
-    """Decode a value of type `kind`. Raises msgspec.MsgspecError for another one."""
+    """Decode a value of type `kind`. Raises msgspec.MsgspecError for another type."""
     return msgspec.msgpack.decode(body, type=kind, dec_hook=_decode_array)
 
 

@@ -14,7 +14,7 @@ are those of the process of the client or of the controller, over all threads. T
 other load of the machine.
 
 agents: 256 episodes in flight. In turn, the controller plays them itself, or an agent with OpenAI's
-client plays each in the worker processes. CPU seconds are those of the controller's process.
+client plays each in the worker processes. CPU seconds count the controller's process only.
 
 scale: answers arrive at 102,400 tokens a second. First 10 to 10,000 requests are in flight, with
 100 tokens an answer. Then the answers have 100 to 27,000 tokens.

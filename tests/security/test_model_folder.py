@@ -144,7 +144,7 @@ def test_every_tensor_is_there_and_no_other(architecture: str, tmp_path: Path) -
         save_file({other: good[other] for other in good if other != name}, file)
         assert f"no tensor {name}" in refusal(model)
     save_file(good | {"model.layers.2.mlp.up_proj.weight": torch.zeros(1)}, file)
-    assert "model.layers.2.mlp.up_proj.weight is no tensor of" in refusal(model)
+    assert "has no tensor model.layers.2.mlp.up_proj.weight;" in refusal(model)
 
 
 def test_one_set_of_files_is_the_checkpoint(model: Path) -> None:

@@ -56,7 +56,7 @@ _SILENCE_S = 30.0
 
 
 class WeightSender(socketserver.ThreadingTCPServer):
-    """Listens on a free port of `address`, and sends a file to those that show its token.
+    """Listens on a free port of `address`, and sends a file to clients that show its token.
 
     Each connection has a thread. Only the kernel touches the bytes of the file.
     """

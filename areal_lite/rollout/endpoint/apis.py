@@ -25,7 +25,7 @@ from areal_lite.rollout.workflows.tools import ToolCall, parse_tool_calls, witho
 # The name of the policy as a model.
 MODEL = "policy"
 
-# As many as OpenAI takes, and more. Each of them is looked for in every answer.
+# More than OpenAI allows. Every answer is searched for each.
 _MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 1000
 
 
@@ -84,7 +84,7 @@ def check_settings(
     """Refuse settings that would change the answer; null stands for a setting that is not given.
 
     `temperature` is the episode's. If it is 0 (a greedy evaluation), the request's own is ignored.
-    Settings in `free` may have any value, those in `neutral` the ones that change nothing.
+    Settings in `free` may have any value, settings in `neutral` only values without effect.
     """
     for key, value in body.items():
         if value is None or key in free:
@@ -124,9 +124,7 @@ def parse_stop(body: dict[str, Any], key: str) -> list[str]:
     given = body.get(key)
     texts = [given] if isinstance(given, str) else given or []
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise _invalid(
-            f"{key}={given!r:.100} must be a text or a list of texts, none of them empty"
-        )
+        raise _invalid(f"{key}={given!r:.100} must be a string or a list of strings, none empty")
     if len(texts) > _MAX_STOPS or any(len(text) > _MAX_STOP_CHARACTERS for text in texts):
         raise _invalid(f"{key}: at most {_MAX_STOPS} texts of {_MAX_STOP_CHARACTERS} characters")
     return texts
@@ -183,7 +181,7 @@ def _parse_content(content: Any) -> str:
 
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
-        raise _invalid(f"{what} {value!r:.100} is no text: give a string")
+        raise _invalid(f"{what} {value!r:.100} must be a string")
     return value
 
 
@@ -317,11 +315,11 @@ def _chat_messages(message: Message) -> list[Message]:
     """Translate a message. Each tool result becomes a message, and so does the text beside it."""
     role, content = message["role"], message.get("content")
     if role not in _ROLES:
-        raise _invalid(f"role {role!r:.100} is none of {', '.join(_ROLES)}")
+        raise _invalid(f"role {role!r:.100} must be one of {', '.join(_ROLES)}")
     if not isinstance(content, list):
         return [{"role": role, "content": content}]
     if not all(isinstance(block, dict) for block in content):
-        raise _invalid("content must be a text or a list of objects")
+        raise _invalid("content must be a string or a list of objects")
     if role == "assistant":
         uses = [block for block in content if block.get("type") == "tool_use"]
         texts = [block for block in content if block.get("type") != "tool_use"]
@@ -354,7 +352,7 @@ def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _anthropic_response(answer: Answer) -> dict[str, Any]:
-    """Return a `message` object. It has a text, perhaps an empty one, or calls, or both."""
+    """Return a `message` object. It has text, which may be empty, or calls, or both."""
     calls = answer.message.get("tool_calls", [])
     text = answer.message["content"] or ""
     content: list[dict[str, Any]] = [] if calls and not text else [{"type": "text", "text": text}]

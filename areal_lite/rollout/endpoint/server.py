@@ -126,7 +126,7 @@ class Conversations:
     max_traces: int
     most_first: int | None = None
     truncated: bool = False
-    # The one that was answered last comes last.
+    # The most recently answered conversation is last.
     _conversations: list[Conversation] = field(default_factory=list)
     _failure: str | None = None
 

@@ -34,7 +34,7 @@ class ToolCall(msgspec.Struct):
 
 
 def parse_tool_calls(text: str) -> list[ToolCall | str]:
-    """Return a text's calls, without those of its thoughts; a malformed one becomes a message."""
+    """Return the calls after a text's thoughts; a malformed call becomes an error message."""
     return [_parse(body) for _, body in _split(_thought(text)[1]) if body is not None]
 
 
@@ -44,7 +44,7 @@ def without_tool_calls(text: str) -> str:
 
 
 def _thought(text: str) -> tuple[str, str]:
-    """Split a text after `</think>`; one that only begins to think says nothing."""
+    """Split a text after `</think>`; an unfinished thought is followed by nothing."""
     thought, mark, said = text.rpartition("</think>")
     return (text, "") if not mark and "<think>" in text else (thought + mark, said)
 
@@ -52,7 +52,7 @@ def _thought(text: str) -> tuple[str, str]:
 def _split(text: str) -> Iterator[tuple[str, str | None]]:
     """Yield (text before a call, body of the call), and at the end (rest of the text, None).
 
-    The time is linear in the text, also for one that opens a thousand calls and closes none.
+    The time is linear in the text, even if it opens a thousand calls and closes none.
     """
     *closed, rest = text.split(_CLOSE)
     for part in closed:

@@ -10,7 +10,7 @@
 | staleness | no token that was trained on is older than the bound, or newer than the servers |
 | metrics | each step has one row, and the store gives the same tokens, rewards and staleness |
 | trained | the trainer's own record names groups that the store says it used |
-| evaluations | each is there once, in order |
+| evaluations | each appears once, in order |
 | checkpoints | every file has its checksum |
 | counts | what the controller counted over the whole run is what the store shows |
 | tokens | on request: every row has its checksum, and its arrays fit each other token by token |
@@ -269,7 +269,7 @@ def check_trained(groups: Groups, records: Records) -> Check:
         with open(path, "rb") as file:
             for line in file:
                 if found := _PROXIMAL.match(line):
-                    trained[int(found[1])] = int(found[2])  # a step that was lost is there twice
+                    trained[int(found[1])] = int(found[2])  # a lost step appears twice
     used = dict(zip(groups.ids.tolist(), groups.step.tolist()))
     steps = int(groups.step.max(initial=-1)) + 1
     known = {step: group for step, group in trained.items() if step < steps}

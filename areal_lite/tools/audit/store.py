@@ -311,7 +311,7 @@ class Shapes:
 
 
 def _violations(chunk: Chunk) -> dict[str, np.ndarray]:
-    """Return by what is wrong the trajectories with it, bool [n]. Only what occurs is there."""
+    """Map each fault that occurs to the trajectories that have it, bool [n]."""
     n, columns = len(chunk), chunk.columns
     next_to = chunk.owner[1:] == chunk.owner[:-1]
     back = next_to & (chunk.version[1:] < chunk.version[:-1])

@@ -184,7 +184,7 @@ class History:
         return _known(values[:least]) if len(values) >= 2 * least else _NO
 
     def middle(self, key: str) -> np.ndarray:
-        """Return the known values without the first step and those in which generation ends."""
+        """Return the known values, but not of the first step or while generation ends."""
         last = 1 + self.config.buffer.max_staleness if self.complete else 0
         return _known(self.values(key)[1 : len(self.metrics) - last])
 

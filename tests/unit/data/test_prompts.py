@@ -125,7 +125,7 @@ def test_a_system_prompt_is_only_for_rows_without_one(model: Path, tmp_path: Pat
 def test_tokens_that_the_model_lacks_are_refused(model: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model, tmp_path / "copy")
     (folder / "config.json").write_text('{"vocab_size": 98}')  # one fewer than with <bos>
-    with pytest.raises(ValueError, match=r"data\.jsonl:1: token 98 is none of the model's 98"):
+    with pytest.raises(ValueError, match=r"data\.jsonl:1: token 98 is not one of the model's 98"):
         load_prompts(jsonl(tmp_path, ROWS), folder, "train")
 
 

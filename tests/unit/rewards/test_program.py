@@ -78,7 +78,7 @@ def test_every_form_of_input_pays_the_right_program_alone(answer: str) -> None:
         ("The sum of both.", "neither JSON nor Python"),
         ("{", "never closed"),
         ("[]", "0 inputs"),
-        ("[42]", "test 0 is no object"),
+        ("[42]", "test 0 must be an object"),
         ("{'assert True'}", "assert nothing"),  # a set of Python
         ('{"tests": ""}', "assert nothing"),
         ('{"tests": "pass"}', "assert nothing"),
@@ -89,7 +89,7 @@ def test_every_form_of_input_pays_the_right_program_alone(answer: str) -> None:
         ('[{"input": "1", "output": "2", "testtype": "functional"}]', "need fn_name"),
         ('[{"input": "1", "output": "2", "testtype": "other"}]', "neither stdin nor functional"),
         ('{"private_test_cases": "eJw"}', "'private_test_cases' is unknown"),
-        ('{"tests": "assert True", "test": "assert True"}', "says again"),
+        ('{"tests": "assert True", "test": "assert True"}', "repeats another key"),
     ],
 )
 def test_an_answer_without_tests_is_an_error_of_the_data(answer: str, reason: str) -> None:

@@ -256,7 +256,7 @@ def test_a_token_that_the_model_lacks_ends_the_episode_and_no_server(tokenizer) 
     async def agent(asker: Asker) -> None:
         first = await asker.ask([user("a?")])
         object.__setattr__(asker.conversations.episode.params, "vocab_size", 5)
-        with pytest.raises(openai.BadRequestError, match="token .* is none of the model's 5"):
+        with pytest.raises(openai.BadRequestError, match="token .* is not one of the model's 5"):
             await asker.ask([*first, user("b?")])
 
     assert traces_of(tokenizer, agent, ["a"]) == ["a? <a>"]
