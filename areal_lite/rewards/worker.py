@@ -14,16 +14,7 @@ from numbers import Real
 import msgspec
 
 from areal_lite.extensions import load_object
-from areal_lite.workers.process import (
-    Done,
-    Failed,
-    Ready,
-    Request,
-    pack,
-    short_text,
-    start_worker,
-    unpack,
-)
+from areal_lite.workers import process
 
 ENV_TIMEOUT_S = "AREAL_LITE_REWARD_TIMEOUT_S"
 """Tells a reward function its own limit."""
@@ -79,10 +70,10 @@ def execute(
         if inspect.iscoroutine(reward):
             reward = runner.run(reward)
     except BaseException as error:  # KeyboardInterrupt and CancelledError too
-        return "exception", short_text("{}: {}", type(error).__name__, error)
+        return "exception", process.short_text("{}: {}", type(error).__name__, error)
     value = _finite(reward)
     if value is None:
-        return "bad_result", short_text("{!r:.100} is not a finite number", reward)
+        return "bad_result", process.short_text("{!r:.100} is not a finite number", reward)
     return value
 
 
@@ -101,25 +92,24 @@ def _load(name: str, timeout_s: float) -> RewardFunction:
 
 def main() -> None:
     """Answer requests until standard input ends."""
-    pipes, function = start_worker(_load)
+    pipes, function = process.start_worker(_load)
     pid = os.getpid()
-    pipes.send(Ready())
+    pipes.send(process.Ready())
     # One event loop for all samples, so that an async function may keep its connections.
     with asyncio.Runner() as runner:
         while (messages := pipes.receive()) is not None:
             for message in messages:
-                if not isinstance(message, Request):
+                if not isinstance(message, process.Request):
                     continue  # a sample that nobody waits for is scored all the same
                 started = time.perf_counter()
-                result = execute(function, unpack(message.body, Sample), runner)
+                result = execute(function, process.unpack(message.body, Sample), runner)
                 if os.getpid() != pid:
                     os._exit(0)  # the function forked, and this is the child
-                seconds, number = time.perf_counter() - started, message.number
+                facts = {"number": message.number, "seconds": time.perf_counter() - started}
                 if isinstance(result, tuple):
-                    reason, detail = result
-                    pipes.send(Failed(number=number, seconds=seconds, reason=reason, detail=detail))
+                    pipes.send(process.Failed(**facts, reason=result[0], detail=result[1]))
                 else:
-                    pipes.send(Done(number=number, seconds=seconds, body=pack(result)))
+                    pipes.send(process.Done(**facts, body=process.pack(result)))
 
 
 if __name__ == "__main__":

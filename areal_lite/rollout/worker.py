@@ -29,22 +29,8 @@ from areal_lite.servers.client import SamplingParams
 from areal_lite.servers.fleet import Completion
 from areal_lite.system.processes import steady_time
 from areal_lite.trajectory import Group
+from areal_lite.workers import process
 from areal_lite.workers.marks import REQUEST, marks, waiting_at
-from areal_lite.workers.process import (
-    Answer,
-    Ask,
-    Beat,
-    Cancel,
-    Done,
-    Failed,
-    Pipes,
-    Ready,
-    Request,
-    pack,
-    short_text,
-    start_worker,
-    unpack,
-)
 
 _BEAT_S = 1.0
 # How long a cancelled task may take to end by itself.
@@ -106,13 +92,13 @@ class EpisodeWorker:
         }
         self._closed = asyncio.Event()
         self._calls = count()
-        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._answers: dict[int, asyncio.Future[process.Answer]] = {}
         # Completions that each request waits for.
         self._asking: Counter[int] = Counter()
         # The supervisors and the tasks of the requests, the oldest first.
         self._running: dict[int, tuple[asyncio.Task[None], asyncio.Task[Any]]] = {}
 
-    async def serve(self, pipes: Pipes) -> None:
+    async def serve(self, pipes: process.Pipes) -> None:
         """Answer requests until the pool closes its pipe."""
         self._pipes = pipes
         loop = asyncio.get_running_loop()
@@ -121,7 +107,7 @@ class EpisodeWorker:
             async with started(self._workflow, self._config):
                 sizes = {s: (p.num_prompts, p.num_too_long) for s, p in self._prompts.items()}
                 grouped = is_grouped(self._workflow)
-                self._pipes.send(Ready(facts={"grouped": grouped, "prompts": sizes}))
+                self._pipes.send(process.Ready(facts={"grouped": grouped, "prompts": sizes}))
                 loop.add_reader(self._pipes.input, self._receive)
                 while not self._closed.is_set():
                     marks.watch(0.9 * self._silence_s)
@@ -129,11 +115,15 @@ class EpisodeWorker:
                         await asyncio.wait_for(self._closed.wait(), _BEAT_S)
                     self._pipes.send(self._beat())
         except Exception as error:
-            self._pipes.send(Ready(error=short_text("{}: {}", type(error).__name__, error)))
+            self._pipes.send(
+                process.Ready(error=process.short_text("{}: {}", type(error).__name__, error))
+            )
 
-    def _beat(self) -> Beat:
+    def _beat(self) -> process.Beat:
         oldest = next(iter(self._running), 0)
-        return Beat(oldest=oldest, where=waiting_at(self._running[oldest][1]) if oldest else "")
+        return process.Beat(
+            oldest=oldest, where=waiting_at(self._running[oldest][1]) if oldest else ""
+        )
 
     def _receive(self) -> None:
         messages = self._pipes.receive()
@@ -141,7 +131,7 @@ class EpisodeWorker:
             asyncio.get_running_loop().remove_reader(self._pipes.input)
             self._closed.set()
         for message in messages or ():
-            if isinstance(message, Request):
+            if isinstance(message, process.Request):
                 context = copy_context()
                 context.run(REQUEST.set, message.number)
                 work = asyncio.get_running_loop().create_task(
@@ -149,15 +139,15 @@ class EpisodeWorker:
                 )
                 supervisor = asyncio.create_task(self._supervise(message, work))
                 self._running[message.number] = supervisor, work
-            elif isinstance(message, Answer):
+            elif isinstance(message, process.Answer):
                 answer = self._answers.pop(message.call)
                 if not answer.done():
                     answer.set_result(message)
-            elif isinstance(message, Cancel) and message.number in self._running:
+            elif isinstance(message, process.Cancel) and message.number in self._running:
                 for task in self._running[message.number]:
                     task.cancel()
 
-    async def _supervise(self, request: Request, work: asyncio.Task[msgspec.Raw]) -> None:
+    async def _supervise(self, request: process.Request, work: asyncio.Task[msgspec.Raw]) -> None:
         """Wait for the result of a request, at most for its time, and send it."""
         number = request.number
         began, reason, detail = time.perf_counter(), "exception", "nobody waits for it"
@@ -174,14 +164,14 @@ class EpisodeWorker:
         self._asking.pop(number, None)
         result: dict[str, Any] = {"number": number, "seconds": time.perf_counter() - began}
         if not expired and not work.cancelled() and work.exception() is None:
-            self._pipes.send(Done(**result, body=work.result()))
+            self._pipes.send(process.Done(**result, body=work.result()))
             return
         if not expired:
             error = asyncio.CancelledError() if work.cancelled() else work.exception()
-            reason, detail = "exception", short_text("{}: {}", type(error).__name__, error)
+            reason, detail = "exception", process.short_text("{}: {}", type(error).__name__, error)
             if isinstance(error, MemoryError):  # what leaked stays
                 is_stuck, reason = True, "died"
-        self._pipes.send(Failed(**result, reason=reason, detail=detail, is_stuck=is_stuck))
+        self._pipes.send(process.Failed(**result, reason=reason, detail=detail, is_stuck=is_stuck))
 
     async def _own_time(self, work: asyncio.Task[Any], number: int, limit_s: float) -> None:
         """Wait for `work`, until its own code has taken `limit_s`.
@@ -195,18 +185,18 @@ class EpisodeWorker:
             if not asked and not self._asking[number]:
                 own_s += time.perf_counter() - began
 
-    async def _result(self, request: Request) -> msgspec.Raw:
+    async def _result(self, request: process.Request) -> msgspec.Raw:
         """Do what a request asks for."""
         kind: Any = Play | FetchPrompt | Judge
-        body: Play | FetchPrompt | Judge = unpack(request.body, kind)
+        body: Play | FetchPrompt | Judge = process.unpack(request.body, kind)
         if isinstance(body, Play):
-            return pack(await play(self._workflow, self._episodes(request.number, body)))
+            return process.pack(await play(self._workflow, self._episodes(request.number, body)))
         if isinstance(body, FetchPrompt):
-            return pack(self._prompts[body.split][body.index])
+            return process.pack(self._prompts[body.split][body.index])
         reason = self._filters[body.filter](body.group)
         if not isinstance(reason, str | None):
             raise TypeError(f"{body.filter} returned {reason!r:.100}, not a string or None")
-        return pack(reason)
+        return process.pack(reason)
 
     def _episodes(self, number: int, body: Play) -> list[Episode]:
         return [
@@ -228,8 +218,8 @@ class EpisodeWorker:
         """Ask the pool for a completion. Raises ValueError if the servers refuse it."""
         call = next(self._calls)
         answer = self._answers[call] = asyncio.get_running_loop().create_future()
-        question = pack(Complete(place, tokens, params))
-        self._pipes.send(Ask(number=number, call=call, body=question))
+        question = process.pack(Complete(place, tokens, params))
+        self._pipes.send(process.Ask(number=number, call=call, body=question))
         self._asking[number] += 1
         try:
             answered = await answer
@@ -238,11 +228,11 @@ class EpisodeWorker:
                 self._asking[number] -= 1
         if answered.error is not None:
             raise ValueError(answered.error)
-        return unpack(answered.body, Completion)
+        return process.unpack(answered.body, Completion)
 
 
 def main() -> None:
-    pipes, worker = start_worker(EpisodeWorker)
+    pipes, worker = process.start_worker(EpisodeWorker)
     uvloop.run(worker.serve(pipes))
 
 

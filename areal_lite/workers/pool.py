@@ -45,26 +45,7 @@ from typing import Any, cast
 import msgspec
 
 from areal_lite.system.processes import dying_with_me, visible
-from areal_lite.workers.process import (
-    ENV_MARKS,
-    MARKS,
-    MARKS_BYTES,
-    Answer,
-    Ask,
-    Beat,
-    Cancel,
-    Done,
-    Failed,
-    Ready,
-    Request,
-    ToPool,
-    ToWorker,
-    frame,
-    pack,
-    place_of,
-    short_text,
-    take_frames,
-)
+from areal_lite.workers import process
 
 log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 120.0
@@ -80,7 +61,7 @@ _MOST_QUESTIONS = 10_000
 # Workers may print a burst to the log, and then so much a second. Faster ones have to wait.
 _OUTPUT_BYTES, _OUTPUT_BYTES_PER_S = 1 << 20, 1 << 16
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
-_DECODER = msgspec.msgpack.Decoder(ToPool)
+_DECODER = msgspec.msgpack.Decoder(process.ToPool)
 Answering = Callable[[msgspec.Raw], Coroutine[Any, Any, msgspec.Raw]]
 """Answers a question of a task, or raises an error that the task is told."""
 
@@ -147,7 +128,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self.gone: asyncio.Future[None] = self._loop.create_future()
         self.tasks: dict[int, Task] = {}
         self.facts: dict[str, Any] = {}
-        self.oldest = Beat()
+        self.oldest = process.Beat()
         self.started = False
         self._retired = False
         self._was_late = False  # since its last sign of life
@@ -161,7 +142,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
     async def spawn(self) -> None:
         """Start the process. It dies with the calling thread."""
         self._file = tempfile.TemporaryFile()
-        self._file.truncate(MARKS_BYTES)
+        self._file.truncate(process.MARKS_BYTES)
         await self._loop.subprocess_exec(
             lambda: self,
             *(sys.executable, "-m", self._pool.module),
@@ -170,7 +151,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             env={
                 **os.environ,
                 **dying_with_me(),
-                ENV_MARKS: str(self._file.fileno()),
+                process.ENV_MARKS: str(self._file.fileno()),
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             },
         )
@@ -192,17 +173,17 @@ class WorkerProcess(asyncio.SubprocessProtocol):
                 self._watch()
         # Others may end its process again and again, and it must end, too.
         limit_s = task.limit_s / (1 + task.restarts)
-        self._write(Request(number=task.number, body=task.body, limit_s=limit_s))
+        self._write(process.Request(number=task.number, body=task.body, limit_s=limit_s))
 
-    def _write(self, message: ToWorker) -> None:
+    def _write(self, message: process.ToWorker) -> None:
         """Send a message, unless the pipe has ended: that may come before the exit is known."""
         if not self._stdin.is_closing():
-            self._stdin.write(frame(message))
+            self._stdin.write(process.frame(message))
 
     def cancel(self, task: Task) -> None:
         """Tell the process that nobody waits for its result of `task`."""
         if task.number in self.tasks:
-            self._write(Cancel(number=task.number))
+            self._write(process.Cancel(number=task.number))
 
     def finish(self) -> asyncio.Future[None]:
         """Have the process end by itself, and return its `gone`. It gets no more tasks."""
@@ -225,7 +206,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self._stdin = cast(asyncio.WriteTransport, self._transport.get_pipe_transport(0))
         self.waiting_since = self._loop.time()
         self._watch()
-        self._write(Request(number=0, body=self._pool.setup))
+        self._write(process.Request(number=0, body=self._pool.setup))
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         if fd == 2:
@@ -235,7 +216,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             return
         self._received += data
         try:
-            for body in take_frames(self._received):
+            for body in process.take_frames(self._received):
                 self._on_message(_DECODER.decode(body))
                 if self._retired:
                     return
@@ -274,14 +255,14 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         if pipe is not None and not pipe.is_closing():
             pipe.resume_reading() if listens else pipe.pause_reading()
 
-    def _on_message(self, message: ToPool) -> None:
+    def _on_message(self, message: process.ToPool) -> None:
         """Take one message. Raises ValueError if it is out of order."""
-        if isinstance(message, Ready) or not self.started:
+        if isinstance(message, process.Ready) or not self.started:
             self._on_ready(message)
             return
         self.waiting_since = self._loop.time()  # the next task began when this one ended
         self._was_late = False
-        if isinstance(message, Beat):
+        if isinstance(message, process.Beat):
             self.oldest = message
             return
         due = list(self.tasks)[:1] if self._pool.sequential else self.tasks
@@ -289,23 +270,24 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             if self.lingers:
                 return  # another worker has the task
             raise ValueError(f"it answered request {message.number}, which it does not have")
-        if isinstance(message, Ask):
+        if isinstance(message, process.Ask):
             task = self.tasks[message.number]
             task.ask(message.body).add_done_callback(partial(self._answer, message.call))
             return
         self._pool.settle(self.tasks.pop(message.number), message)
-        if (isinstance(message, Failed) and message.is_stuck) or (self.lingers and not self.tasks):
+        is_stuck = isinstance(message, process.Failed) and message.is_stuck
+        if is_stuck or (self.lingers and not self.tasks):
             self.stop()
 
     def _answer(self, call: int, answer: asyncio.Task[msgspec.Raw]) -> None:
         if answer.cancelled():
             return  # the task has ended
         error = answer.exception()
-        reply = {"error": short_text("{}", error)} if error else {"body": answer.result()}
-        self._write(Answer(call=call, **reply))
+        reply = {"error": process.short_text("{}", error)} if error else {"body": answer.result()}
+        self._write(process.Answer(call=call, **reply))
 
-    def _on_ready(self, message: ToPool) -> None:
-        if self.ready.done() or not isinstance(message, Ready):
+    def _on_ready(self, message: process.ToPool) -> None:
+        if self.ready.done() or not isinstance(message, process.Ready):
             raise ValueError("it was ready before, or never")
         if self._watchdog:
             self._watchdog.cancel()
@@ -370,7 +352,9 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         if reason and (guilty := self._guilty()):
             detail += f" at {place}" if (place := self._last_place()) else ""
             for task in guilty:
-                failed = Failed(number=task.number, seconds=seconds, reason=reason, detail=detail)
+                failed = process.Failed(
+                    number=task.number, seconds=seconds, reason=reason, detail=detail
+                )
                 self._pool.settle(self.tasks.pop(task.number), failed)
         unfinished = list(self.tasks.values())
         self.tasks.clear()
@@ -390,15 +374,16 @@ class WorkerProcess(asyncio.SubprocessProtocol):
 
     def _marked(self) -> set[Task]:
         """Return the tasks that the process says it is executing."""
-        marks = MARKS.unpack(os.pread(self._file.fileno(), MARKS_BYTES, 0))
+        marks = process.MARKS.unpack(os.pread(self._file.fileno(), process.MARKS_BYTES, 0))
         return {self.tasks[mark] for mark in marks if mark in self.tasks}
 
     def _last_place(self) -> str:
         """Return where the process was blocked or crashed, if it wrote that to its file."""
-        dump = os.pread(self._file.fileno(), 1 << 16, MARKS_BYTES).decode(errors="replace")
+        dump = os.pread(self._file.fileno(), 1 << 16, process.MARKS_BYTES).decode(errors="replace")
         crashed = dump.partition("Current thread")[2].partition("\n\n")[0]
         stack = crashed or dump.rpartition("Thread 0x")[2]  # of the first thread
-        return place_of([(file, int(line), name) for file, line, name in _FRAME.findall(stack)])
+        places = [(file, int(line), name) for file, line, name in _FRAME.findall(stack)]
+        return process.place_of(places)
 
 
 class WorkerPool:
@@ -419,7 +404,7 @@ class WorkerPool:
     ) -> None:
         self.name = name
         self.module = module
-        self.setup = pack(pickle.dumps((size, setup)))
+        self.setup = process.pack(pickle.dumps((size, setup)))
         self.silence_s = silence_s
         self.sequential = sequential
         self.workers: list[WorkerProcess] = []
@@ -476,7 +461,7 @@ class WorkerPool:
         if self._unusable:
             raise RuntimeError(self._unusable)
         try:
-            packed = pack(body)
+            packed = process.pack(body)
         except UnicodeEncodeError as error:
             raise TaskFailed("exception", f"the text cannot be encoded: {error}") from None
         task = Task(
@@ -513,11 +498,11 @@ class WorkerPool:
             if not task.result.cancelled():
                 worker.send(task)
 
-    def settle(self, task: Task, reply: Done | Failed) -> None:
+    def settle(self, task: Task, reply: process.Done | process.Failed) -> None:
         """Give a task its result."""
         if task.result.done():
             return  # the caller was cancelled
-        if isinstance(reply, Done):
+        if isinstance(reply, process.Done):
             task.result.set_result(reply.body)
         else:
             task.result.set_exception(TaskFailed(reply.reason, f"{self.name}: {reply.detail}"))
