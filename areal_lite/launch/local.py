@@ -77,16 +77,13 @@ class Observer:
     @contextmanager
     def watch(self, config: TrainConfig, run_dir: Path) -> Iterator[Callable[[], None]]:
         """Show training until the context ends. What it yields is called several times a second."""
-        steps = EventFollower(run_dir, "metrics")
-        steps.read()  # those of an earlier start
 
-        def poll() -> None:
-            for step in steps.read():
-                reward = step["reward_mean"]
-                text = "" if reward is None else f" · reward {reward:.3g}"
-                print(f"step {step['step']}/{config.trainer.steps}{text}", file=sys.stderr)
+        def show(step: dict[str, Any]) -> None:
+            reward = step["reward_mean"]
+            text = "" if reward is None else f" · reward {reward:.3g}"
+            print(f"step {step['step']}/{config.trainer.steps}{text}", file=sys.stderr)
 
-        yield poll
+        yield (poll := _step_reporter(run_dir, show))
         poll()
 
     def summarize(
@@ -253,7 +250,7 @@ def _run_roles(
 def _step_reporter(run_dir: Path, on_step: OnStep | None) -> Callable[[], None]:
     """Return a function that passes the training steps since its last call to `on_step`."""
     steps = EventFollower(run_dir, "metrics")
-    steps.read()  # those of an earlier start
+    steps.read()  # of an earlier start
 
     def report() -> None:
         if on_step:
