@@ -158,7 +158,7 @@ class Quarantine:
 
     def __init__(self, run_dir: Path | None = None):
         self._file = run_dir / QUARANTINE_FILE if run_dir else None
-        self._lines = read_json(self._file) if self._file and self._file.exists() else {}
+        self._lines = read_json(self._file) if self._file else {}
         self.held = {prompt: line for prompt, line in self._lines.items() if line["lasts"]}
         self._hazards: Counter[str] = Counter()
         self._lost: Counter[str] = Counter()

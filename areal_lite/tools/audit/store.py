@@ -174,7 +174,8 @@ def check_prompts(groups: Groups, records: Records, store: ColumnReader) -> Chec
         groups.ids[fresh][groups.prompt[fresh] != expected].tolist(),
         f"groups whose prompt is not the next one of seed={records.config['seed']}",
     )
-    held = _quarantine(records)
+    lines = read_json(records.run_dir / QUARANTINE_FILE).values()
+    held = [line["prompt_index"] for line in lines if line["prompt_index"] is not None]
     left_out = np.setdiff1d(sampler.indices_at(skipped - 1), [*_asked_less(records, store), *held])
     check.none_of(left_out.tolist(), "skipped prompts that were neither retired nor resting")
     if records.config["rollout.retire_above"] is None:
@@ -202,13 +203,6 @@ def _orders(settings: Settings, store: ColumnReader) -> list[SourceOrder]:
         order = SourceOrder(None, settings["seed"], own.get("weight", 1), name)
         orders.append(replace(order, num_prompts=sizes.get(order.total_name)))
     return orders
-
-
-def _quarantine(records: Records) -> list[int]:
-    """Return the prompts that were not asked again because their episodes failed."""
-    file = records.run_dir / QUARANTINE_FILE
-    lines = read_json(file).values() if file.is_file() else ()
-    return [line["prompt_index"] for line in lines if line["prompt_index"] is not None]
 
 
 def _asked_less(records: Records, store: ColumnReader) -> np.ndarray:

@@ -175,9 +175,7 @@ def workflow_failures(run: History) -> Sign | None:
     "takes long; remove quarantine.json to ask these prompts again",
 )
 def quarantine(run: History) -> Sign | None:
-    file = run.run_dir / QUARANTINE_FILE
-    held = read_json(file) if file.is_file() else {}
-    if not held:
+    if not (held := read_json(run.run_dir / QUARANTINE_FILE)):
         return None
     name, of = list(held.items())[-1]
     return hint(f"{len(held)} prompts; the last: {name}: {of['failure']}")
