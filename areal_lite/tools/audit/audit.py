@@ -77,7 +77,10 @@ class StepSums:
         self._may_mask = any(
             s["buffer.overdue"] == "mask" and s["buffer.window"] is None for s in starts
         )
-        self._newest_allowed = _versions_of_servers(records.metrics, steps)
+        # The newest version that the servers can have had at each step.
+        lags = {m.get("step"): m.get("server_lag", 0) for m in records.metrics}
+        newest = [step - lags.get(step + 1, 0) for step in range(steps)]
+        self._newest_allowed = np.array(newest, np.int64)
         self.trajectories, self.tokens = np.zeros((2, steps), np.int64)
         self.episodes, self.rewards = np.zeros((2, steps))
         # By bound.
@@ -130,12 +133,6 @@ class StepSums:
             sorted(self._too_new), "groups with a version that no server had before their step"
         )
         return check
-
-
-def _versions_of_servers(metrics: list[dict[str, Any]], steps: int) -> np.ndarray:
-    """Return the newest version that the servers can have had at each step, int64 [steps]."""
-    lags = {m.get("step"): m.get("server_lag", 0) for m in metrics}
-    return np.array([step - lags.get(step + 1, 0) for step in range(steps)], np.int64)
 
 
 def check_metrics(records: Records, sums: StepSums | None) -> Check:
