@@ -30,14 +30,6 @@ _GPUS_PER_NODE = 8
 _RETURN_S = 300.0
 _SCHEDULES = {"sync": (0, "none"), "one_step": (1, "none"), "async": (4, "in_place")}
 
-QUESTIONS = {
-    "servers": "GPUs that generate, of all",
-    "staleness": "buffer.max_staleness",
-    "pushes": "sync.every",
-    "schedules": "schedule",
-    "loss": f"a node of {_GPUS_PER_NODE} GPUs is lost",
-    "scale": "GPUs, with the same batch",
-}
 _GRAINS = 256
 # Shares of time from which something is worth a word.
 _NOTABLE = 0.1
@@ -75,14 +67,7 @@ def simulated(config: SimulateConfig, loss: Loss | None = None) -> Summary:
 
 def compare(question: str, config: SimulateConfig) -> Iterator[Variant]:
     """Simulate the variants that answer a question."""
-    variants: Callable[[SimulateConfig], Iterable[tuple[Any, ...]]] = {
-        "servers": _splits,
-        "staleness": _bounds,
-        "pushes": _cadences,
-        "schedules": _schedules,
-        "loss": _losses,
-        "scale": _sizes,
-    }[question]
+    _, variants = QUESTIONS[question]
     for name, variant, *loss in variants(config):
         yield Variant(name, variant, simulated(variant, *loss))
 
@@ -155,6 +140,17 @@ def _sizes(config: SimulateConfig) -> Iterator[tuple[str, SimulateConfig]]:
         variant = divided(config, gpus, share)
         if variant.server.count:
             yield str(gpus), variant
+
+
+# What the variants of a comparison differ in, and a function that yields them.
+QUESTIONS: dict[str, tuple[str, Callable[[SimulateConfig], Iterable[tuple[Any, ...]]]]] = {
+    "servers": ("GPUs that generate, of all", _splits),
+    "staleness": ("buffer.max_staleness", _bounds),
+    "pushes": ("sync.every", _cadences),
+    "schedules": ("schedule", _schedules),
+    "loss": (f"a node of {_GPUS_PER_NODE} GPUs is lost", _losses),
+    "scale": ("GPUs, with the same batch", _sizes),
+}
 
 
 def workload(config: SimulateConfig) -> Workload:
@@ -270,7 +266,7 @@ def comparison_text(question: str, variants: Sequence[Variant]) -> str:
         )
         for v in variants
     ]
-    names = [QUESTIONS[question], *(v.name for v in variants)]
+    names = [QUESTIONS[question][0], *(v.name for v in variants)]
     left = max(map(len, names))
     widths = [max(map(len, column)) for column in zip(heads, *cells)]
     lines = [
