@@ -22,8 +22,8 @@ from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
 from areal_lite.config.commands import find_command
-from areal_lite.config.fields import did_you_mean, keys_of
-from areal_lite.config.sections import TRUNCATED_SAMPLING, WHOLE_VOCABULARY
+from areal_lite.config.fields import did_you_mean, keys_of, settings_of
+from areal_lite.config.sections import TRUNCATED_SAMPLING, WHOLE_VOCABULARY, Sampling
 from areal_lite.system.processes import visible
 
 # Groups of conf/ from which nothing is chosen by default: `+experiment=NAME`.
@@ -225,10 +225,12 @@ def one_line(message: str) -> str:
 def _unknown_key(key: str, command: str, whole: str) -> str:
     """Name the keys that end as the `whole` key does, or else the one most similar to `key`."""
     last = whole.rpartition(".")[2]
-    if last in TRUNCATED_SAMPLING:
-        return f"unknown key {key}; {WHOLE_VOCABULARY}"
     written = find_command(command).written(command)
     keys = [*keys_of(find_command(command).schema), *(f"+{group}" for group in ADDED_GROUPS)]
+    mappings = [known for known in keys if known.rpartition(".")[2] == "sampling"]
+    keys += [f"{mapping}.{name}" for mapping in mappings for name in settings_of(Sampling)]
     same_end = [known for known in keys if known.rpartition(".")[2] == last]
     hint = f"did you mean {' or '.join(same_end)}?" if same_end else did_you_mean(key, keys)
+    if last in TRUNCATED_SAMPLING:
+        hint = f"{WHOLE_VOCABULARY}; {hint}" if same_end else WHOLE_VOCABULARY
     return f"unknown key {key}; {hint or f'`{written} --help` lists all settings'}"

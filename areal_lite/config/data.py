@@ -22,7 +22,12 @@ from areal_lite.config.fields import (
     keys_of,
     setting,
 )
-from areal_lite.config.sections import RolloutConfig, ServerConfig
+from areal_lite.config.sections import RolloutConfig, Sampling, ServerConfig
+
+SAMPLING_HELP = (
+    "How its completions are sampled, where not as in training: temperature (0: greedy), top_p, "
+    "top_k, max_new_tokens."
+)
 
 
 @dataclass
@@ -88,6 +93,7 @@ class EvalConfig:
     sets: list[str] = setting(
         [], "More sets of held-out problems: .jsonl files, or names and folders as in data.path."
     )
+    sampling: dict[str, Any] = setting({}, SAMPLING_HELP)
 
 
 # A name is a part of the names of metrics and of the ids of prompts.
@@ -108,6 +114,7 @@ class Sampled(Protocol):
 
 
 C = TypeVar("C", bound=Sampled)
+S = TypeVar("S")
 
 
 @dataclass
@@ -140,6 +147,18 @@ def source_configs(config: C) -> dict[str, C]:
             parts["algo"] = replace(algo, reference=source.reference)
         configs[name] = replace(config, **parts)
     return configs or {"": config}
+
+
+def sampling_of_evaluation(config: Any) -> Sampling:
+    """Return how `train` or `eval` samples to evaluate: as in training, with its own on top.
+
+    Raises ValueError.
+    """
+    in_run = hasattr(config, "eval")
+    try:
+        return _overridden(config.rollout.sampling, (config.eval if in_run else config).sampling)
+    except ValueError as error:
+        raise ValueError(f"{'eval.' if in_run else ''}sampling: {error}") from None
 
 
 def reference_folders(config: Any) -> dict[str, str | None]:
@@ -187,15 +206,18 @@ def _source(config: Sampled, own: Any) -> SourceConfig:
         workflow_args={} if "workflow" in own else config.rollout.workflow_args,
         reference=algo.reference if (algo := getattr(config, "algo", None)) else None,
     )
+    return _overridden(shared, own)
+
+
+def _overridden(shared: S, own: Mapping[str, Any]) -> S:
+    """Override the settings of a section. Raises ValueError."""
     try:
-        source = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(shared), own))
+        merged: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(shared), own))
     except ConfigKeyError as error:
-        keys = [key for key in keys_of(SourceConfig) if key != "sources"]
-        hint = did_you_mean(str(error.full_key), keys)
-        remedy = hint or f"choose one of {', '.join(keys)}"
-        raise ValueError(f"unknown key {error.full_key}; {remedy}") from None
+        keys = [key for key in keys_of(type(shared)) if key != "sources"]
+        remedy = f"{did_you_mean(str(error.full_key), keys)} choose one of {', '.join(keys)}"
+        raise ValueError(f"unknown key {error.full_key}; {remedy.lstrip()}") from None
     except OmegaConfBaseException as error:
         raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
-    assert isinstance(source, SourceConfig)
-    check_fields(source)
-    return source
+    check_fields(merged)
+    return merged

@@ -11,7 +11,11 @@ from typing import Any, NamedTuple
 
 from areal_lite.config.algo import AlgoConfig
 from areal_lite.config.commands import SlurmConfig, TrainConfig
-from areal_lite.config.data import reference_folders, source_configs
+from areal_lite.config.data import (
+    reference_folders,
+    sampling_of_evaluation,
+    source_configs,
+)
 from areal_lite.config.fields import keys_of
 from areal_lite.config.sections import (
     MAX_PROMPTS,
@@ -25,6 +29,7 @@ from areal_lite.system.network import LOOPBACK
 # SGLang ends a server whose scheduler makes no step for this many seconds, even a paused one.
 _SERVER_WATCHDOG_S = 300.0
 CLIPPED_LOSSES = ("ppo", "gspo", "cispo")
+_LEAST_TEMPERATURE = 0.001  # the trainer divides by it
 # Lag, in training steps, from which the learning rate of fresh data was too large.
 _SMALLER_LR_FROM = 32
 
@@ -37,6 +42,8 @@ def check_rules(config: Any) -> None:
             raise ValueError(f"{key} is empty: give a folder")
     if hasattr(config, "server"):
         _check_server(config.server)
+    if hasattr(config, "rollout"):
+        sampling_of_evaluation(config)  # checks its settings
     if isinstance(config, TrainConfig):
         source_configs(config)  # checks their settings
         check_trainer(config.trainer)
@@ -168,8 +175,13 @@ def _check_divergence(config: TrainConfig) -> None:
 
 
 def _check_groups(config: TrainConfig) -> None:
-    """Check that a group fits, and that its members can be compared."""
+    """Check that a group fits, and that its members can differ and be compared."""
     rollout, advantage = config.rollout, config.algo.advantage
+    if rollout.temperature < _LEAST_TEMPERATURE:
+        raise ValueError(
+            f"rollout.temperature={rollout.temperature:g}: training needs answers that differ, so "
+            f"at least {_LEAST_TEMPERATURE}; for greedy evaluation, eval.sampling.temperature=0"
+        )
     if rollout.group_size > rollout.max_concurrent:
         raise ValueError(
             f"rollout.max_concurrent={rollout.max_concurrent} is less than one group "

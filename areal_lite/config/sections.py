@@ -9,7 +9,7 @@ MAX_PROMPTS = 10_000  # that a replay buffer keeps
 # Settings of other systems that sample from a part of the vocabulary, and why they are refused.
 TRUNCATED_SAMPLING = ("top_p", "top_k", "min_p")
 WHOLE_VOCABULARY = (
-    "tokens must be sampled from the whole vocabulary, because the trainer's log-probs are of it"
+    "to train, sample from the whole vocabulary, because the trainer's log-probs are of it"
 )
 
 
@@ -116,16 +116,26 @@ class RestartConfig:
 
 
 @dataclass
+class Sampling:
+    """How completions are sampled."""
+
+    temperature: float = setting(1.0, "Sampling temperature. 0: greedy.", within=(0, 100))
+    top_p: float = setting(
+        1.0, "Sample from the likeliest tokens, of this probability together.", above=0, maximum=1
+    )
+    top_k: int = setting(
+        0, "Sample from so many of the likeliest tokens. 0 or -1: all.", within=(-1, MAX_COUNT)
+    )
+    max_new_tokens: int = setting(1024, "Longest answer, in tokens.", within=(1, MAX_TOKENS))
+
+
+@dataclass
 class RolloutConfig:
     """Generation: how prompts become trajectories."""
 
     group_size: int = setting(8, "Trajectories of each prompt, G.", within=(1, 10_000))
     max_new_tokens: int = setting(512, "Longest completion, in tokens.", within=(1, MAX_TOKENS))
-    temperature: float = setting(
-        1.0,
-        "Sampling temperature. Evaluation adds a greedy completion; `eval samples=0` has no other.",
-        within=(0.001, 100),
-    )
+    temperature: float = setting(1.0, "Sampling temperature. eval: 0 is greedy.", within=(0, 100))
     workflow: str = setting(
         "areal_lite.rollout.workflows.single_turn:single_turn",
         "module:name of the function or class that plays an episode; see docs/workflows.md.",
@@ -168,6 +178,11 @@ class RolloutConfig:
         "Longest rest, in epochs, of a prompt that no trajectory of its group solved. 0: no rest.",
         within=(0, 64),
     )
+
+    @property
+    def sampling(self) -> Sampling:
+        """Return how training samples: from the whole vocabulary."""
+        return Sampling(self.temperature, max_new_tokens=self.max_new_tokens)
 
 
 @dataclass

@@ -122,7 +122,8 @@ COUNTS = ("dropped_groups", "empty_groups", "failed_rollouts", *FAILURE_COUNTS)
 
 
 def _sampling(source: Source, dependencies: Dependencies) -> SamplingParams:
-    params, config = sampling_params(source.config.rollout, dependencies.tokenizer), source.config
+    config = source.config
+    params = sampling_params(config.rollout.sampling, dependencies.tokenizer)
     replays = isinstance(config, TrainConfig) and config.algo.routing_replay
     return replace(params, experts=expert_layout(Path(config.model))) if replays else params
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from areal_lite.config import TrainConfig
+from areal_lite.config.data import sampling_of_evaluation
 from areal_lite.controller.batches import Batches, Handover, record_handover
 from areal_lite.controller.protocol import Done, Resync
 from areal_lite.controller.sources import Dependencies, Player, Rollout, Source
@@ -127,20 +128,21 @@ async def score_problems(
 ) -> Scores:
     """Score the first `problems` of `source.eval_prompts`, or all if there are fewer.
 
-    Each gets a greedy completion and `samples` sampled ones. A grouped workflow gets groups of one.
-    `name` begins the request ids. `progress` counts the completions that are `asked` for and
-    `scored`. Raises ValueError if there are no problems.
+    Each gets a greedy completion and `samples` sampled ones (none at temperature 0), in groups of
+    one for a grouped workflow. `name` begins the request ids. `progress` counts the completions
+    `asked` for and `scored`. Raises ValueError if there are no problems.
     """
-    prompts = source.eval_prompts
-    assert prompts is not None, "an evaluation needs eval_prompts"
-    if prompts.num_prompts is not None:
-        problems = min(problems, prompts.num_prompts)
+    assert source.eval_prompts is not None, "an evaluation needs eval_prompts"
+    if (given := source.eval_prompts.num_prompts) is not None:
+        problems = min(problems, given)
     if not problems:
         raise ValueError("there are no held-out problems: give some, or set eval.problems=0")
+    own = sampling_of_evaluation(source.config)
+    sampled = sampling_params(own, dependencies.tokenizer, evaluates=True)
+    samples = samples if own.temperature else 0  # all would be the greedy one
     progress["asked"] += problems * (1 + samples)
     player = Player(source, dependencies, fleet, Counter(), what="held-out problem")
     limit = asyncio.Semaphore(source.config.rollout.max_concurrent)
-    sampled = sampling_params(source.config.rollout, dependencies.tokenizer)
 
     async def play(index: int, sample: int) -> Rollout:
         params = sampled if sample else replace(sampled, temperature=0.0)

@@ -5,7 +5,7 @@ event loop). A server may be wrong: out of step, broken, or not ours. The parser
 but the expected answer, mostly ValueError, and `SGLangClient` makes a ServerFailed of it.
 
 Log-probs are in nats, of softmax(logits / temperature), at temperature 0 (greedy) of
-softmax(logits). SGLang does not renormalize them for top-p or top-k, so those are not offered.
+softmax(logits). SGLang does not renormalize them for top-p or top-k, which only evaluations have.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from areal_lite.config import RolloutConfig
+from areal_lite.config.sections import Sampling
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.routes import ExpertLayout
 from areal_lite.servers.registry import ServerInfo
@@ -51,6 +51,9 @@ class SamplingParams:
     seed: int | None = None  # of the request; None: the server's own
     experts: ExpertLayout | None = None  # of the model, if routes are asked for (routes.py)
     first_route: int = 0  # the first token whose route is asked for
+    top_p: float = 1.0
+    top_k: int = -1  # all
+    evaluates: bool = False  # nobody trains on these tokens
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -59,10 +62,18 @@ class SamplingParams:
             raise ValueError(f"temperature={self.temperature}: must be 0 (greedy) or more")
 
 
-def sampling_params(rollout: RolloutConfig, tokenizer: Tokenizer) -> SamplingParams:
-    """Return the parameters with which training samples."""
+def sampling_params(
+    sampling: Sampling, tokenizer: Tokenizer, evaluates: bool = False
+) -> SamplingParams:
+    """Return the parameters of completions, in training or to evaluate."""
     return SamplingParams(
-        rollout.max_new_tokens, rollout.temperature, tokenizer.eos_ids, tokenizer.vocab_size
+        sampling.max_new_tokens,
+        sampling.temperature,
+        tokenizer.eos_ids,
+        tokenizer.vocab_size,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k or -1,
+        evaluates=evaluates,
     )
 
 
@@ -213,6 +224,8 @@ class SGLangClient:
             "sampling_params": {
                 "max_new_tokens": params.max_new_tokens,
                 "temperature": params.temperature,
+                "top_p": params.top_p,
+                "top_k": params.top_k,
                 "stop_token_ids": params.stop_token_ids,
                 "skip_special_tokens": False,
                 "sampling_seed": params.seed,

@@ -281,10 +281,11 @@ def _sample_by_token(
 
     info = sampling_info
     tokens, capture = original(self, probs, info, positions, simple_sampling_case)
-    if simple_sampling_case or info.sampling_seed is None or info.need_top_p_sampling:
+    if simple_sampling_case or info.sampling_seed is None:
         return tokens, capture
     seeded = sampling_from_probs_torch(probs, info.sampling_seed, positions)
-    tokens = torch.where(info.top_ks == TOP_K_ALL, seeded, tokens)
+    whole = (info.top_ks == TOP_K_ALL) & (info.top_ps == 1)
+    tokens = torch.where(whole, seeded, tokens)
     return torch.where(info.top_ks == 1, probs.argmax(-1).to(tokens.dtype), tokens), capture
 
 

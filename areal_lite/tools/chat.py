@@ -19,7 +19,7 @@ from areal_lite.config import DataConfig, load_config
 from areal_lite.data.model_folder import check_model_folder
 from areal_lite.data.tokenizer import Message, Tokenizer
 from areal_lite.launch.preflight import check_model, check_servers
-from areal_lite.servers.client import SamplingParams, ServerRefused
+from areal_lite.servers.client import ServerRefused, sampling_params
 from areal_lite.servers.fleet import Fleet
 from areal_lite.system.processes import visible
 from areal_lite.tools.commands import ChatConfig
@@ -78,9 +78,7 @@ class Conversation:
 
     def __init__(self, tokenizer: Tokenizer, config: ChatConfig, system_prompt: str | None = None):
         self.tokenizer = tokenizer
-        self.params = SamplingParams(
-            config.max_new_tokens, config.temperature, tokenizer.eos_ids, tokenizer.vocab_size
-        )
+        self.params = sampling_params(config, tokenizer, evaluates=True)
         self._messages: list[Message] = []
         if system_prompt is not None:
             self._messages.append({"role": "system", "content": system_prompt})

@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from omegaconf import MISSING
 
 from areal_lite.config import DataConfig, RewardConfig, RolloutConfig, ServerConfig, TrainConfig
 from areal_lite.config.commands import MODEL_HELP, RUN_DIR_HELP, SEED_HELP, Command, Mode
+from areal_lite.config.data import SAMPLING_HELP
 from areal_lite.config.fields import MAX_COUNT, MAX_SEED, MAX_TOKENS, WEEK_S, setting
+from areal_lite.config.sections import Sampling
 from areal_lite.run_dir.paths import CONFIG_FILE, METRICS_FILE, STORE_FILE
 
 _RUN = "Run directory of a run that has ended or is still running."
@@ -24,7 +27,12 @@ class EvalCommandConfig:
     run_dir: str = setting("runs/eval-${now:%Y%m%d-%H%M%S}", RUN_DIR_HELP)
     seed: int = setting(1, SEED_HELP, within=(0, MAX_SEED))
     problems: int = setting(200, "Held-out problems.", within=(1, 1_000_000))
-    samples: int = setting(4, "Sampled answers to each, besides a greedy one.", within=(0, 10_000))
+    samples: int = setting(
+        4,
+        "Sampled answers to each, besides a greedy one. None at temperature 0.",
+        within=(0, 10_000),
+    )
+    sampling: dict[str, Any] = setting({}, SAMPLING_HELP)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -32,7 +40,7 @@ class EvalCommandConfig:
 
 
 @dataclass
-class ChatConfig:
+class ChatConfig(Sampling):
     """A conversation in the terminal, with a model or with a run's newest checkpoint."""
 
     model: str | None = setting(None, MODEL_HELP)
@@ -43,8 +51,6 @@ class ChatConfig:
         [], "Answer each of these prompts by itself, and exit. []: the lines of standard input."
     )
     seed: int = setting(1, SEED_HELP, within=(0, MAX_SEED))
-    temperature: float = setting(1.0, "Sampling temperature. 0: greedy.", within=(0, 100))
-    max_new_tokens: int = setting(1024, "Longest answer, in tokens.", within=(1, MAX_TOKENS))
     raw: bool = setting(
         False, "Use no chat template: each line is a prompt as it is, without the lines before."
     )

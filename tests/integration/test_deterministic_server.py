@@ -115,6 +115,21 @@ def test_beside_greedy_ones(servers, alone) -> None:
     assert_same(with_client(beside), alone)
 
 
+def test_beside_an_evaluation(servers, alone) -> None:
+    """Its requests are sampled from a part of the vocabulary, in the same batches."""
+
+    async def beside(client: SGLangClient) -> list[GenerationChunk]:
+        async def evaluated(number: int) -> GenerationChunk:
+            part = {"top_p": 0.9} if number % 2 else {"top_k": 3}
+            own = replace(params(number, 0.6), evaluates=True, **part)
+            return await client.generate(servers[0], prompt(number), own, f"e{number}", "e")
+
+        own = (ask(client, servers[0], number, key="trained") for number in range(NUM))
+        return (await asyncio.gather(*own, *map(evaluated, range(NUM))))[:NUM]
+
+    assert_same(with_client(beside), alone)
+
+
 def test_on_another_server(servers, alone) -> None:
     async def there(client: SGLangClient) -> list[GenerationChunk]:
         return await asyncio.gather(*(ask(client, servers[1], number) for number in range(NUM)))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -222,6 +223,27 @@ def test_a_prefix_cached_under_older_weights_serves_no_newer_version(
     # `trap` has the same weights as `after`, over the older cache: this is the danger.
     for chunk in (before, trap):
         assert (torch.from_numpy(chunk.logprobs) - expected(chunk)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("part", [{"top_p": 1e-6}, {"top_k": 1}])
+def test_the_likeliest_part_of_the_vocabulary_is_one_token(sglang_server, reference, part):
+    """It is the greedy token then, and its log-prob is still of the whole vocabulary."""
+    prompt = np.array([5, 6, 7, 8], np.int32)
+    whole = SamplingParams(30, 1.0, (), evaluates=True)
+
+    async def run() -> list[GenerationChunk]:
+        async with SGLangClient(60) as client:
+            version = str(await client.weight_version(sglang_server.info))
+            ways = {"greedy": replace(whole, temperature=0.0), "part": replace(whole, **part)}
+            return [
+                await client.generate(sglang_server.info, prompt, params, f"{part}-{way}", version)
+                for way, params in ways.items()
+            ]
+
+    greedy, sampled_part = asyncio.run(run())
+    assert sampled_part.tokens.tolist() == greedy.tokens.tolist()
+    expected = reference(prompt.tolist(), greedy.tokens.tolist(), 1.0)
+    torch.testing.assert_close(torch.from_numpy(sampled_part.logprobs), expected, atol=2e-5, rtol=0)
 
 
 PARENT = """

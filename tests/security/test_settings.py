@@ -194,7 +194,7 @@ def test_many_more_random_command_lines(where, capsys, monkeypatch):
         ("run_dir=", "run_dir is empty"),
         ("run_dir=''", "run_dir is empty"),
         ("reward.function=.a:b", "cannot import .a"),
-        ("rollout.temperature=nan", "rollout.temperature=nan: must be at least 0.001"),
+        ("rollout.temperature=nan", "rollout.temperature=nan: must be at least 0 and"),
         ("algo.correction.low=inf", "algo.correction.low=inf: must be"),
         (
             "data.path=a\nb data.source=jsonl",

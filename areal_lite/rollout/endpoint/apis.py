@@ -79,18 +79,18 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 
 def check_settings(
-    body: dict[str, Any], temperature: float, free: Set[str], neutral: Mapping[str, tuple]
+    body: dict[str, Any], temperature: float | None, free: Set[str], neutral: Mapping[str, tuple]
 ) -> None:
     """Refuse settings that would change the answer; null stands for a setting that is not given.
 
-    `temperature` is the episode's. If it is 0 (a greedy evaluation), the request's own is ignored.
+    `temperature` is the episode's. If it is None (an evaluation), the request's own is ignored.
     Settings in `free` may have any value, settings in `neutral` only values without effect.
     """
     for key, value in body.items():
         if value is None or key in free:
             continue
         if key == "temperature":
-            if temperature != 0 and not _is(value, temperature):
+            if temperature is not None and not _is(value, temperature):
                 raise RequestRefused(
                     f"temperature={value!r:.100} must be {temperature!r}, rollout.temperature:"
                     " log-probs must be of the distribution sampled from"
@@ -242,7 +242,7 @@ _OPENAI_NEUTRAL = {
 }
 
 
-def _openai_request(body: dict[str, Any], temperature: float) -> ChatRequest:
+def _openai_request(body: dict[str, Any], temperature: float | None) -> ChatRequest:
     check_settings(body, temperature, _OPENAI_USED | _OPENAI_IGNORED, _OPENAI_NEUTRAL)
     one = body.get("parallel_tool_calls") is False
     return ChatRequest(
@@ -295,7 +295,7 @@ _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}
 _ERROR_TYPES = {401: "authentication_error", 408: "timeout_error", 413: "request_too_large"}
 
 
-def _anthropic_request(body: dict[str, Any], temperature: float) -> ChatRequest:
+def _anthropic_request(body: dict[str, Any], temperature: float | None) -> ChatRequest:
     check_settings(body, temperature, _ANTHROPIC_USED | _ANTHROPIC_IGNORED, _ANTHROPIC_NEUTRAL)
     messages = [{"role": "system", "content": body["system"]}] if body.get("system") else []
     for message in check_messages(body.get("messages")):
@@ -388,7 +388,7 @@ def _anthropic_error(status: int, message: str, code: str) -> dict[str, Any]:
 class Api(NamedTuple):
     """The translations of an API."""
 
-    parse_request: Callable[[dict[str, Any], float], ChatRequest]  # (body, temperature)
+    parse_request: Callable[[dict[str, Any], float | None], ChatRequest]  # (body, temperature)
     response: Callable[[Answer], dict[str, Any]]
     error: Callable[[int, str, str], dict[str, Any]]  # (status, message, code)
 

@@ -261,7 +261,8 @@ class AgentEndpoint:
                 raw = await request.read()
             if (charset := request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
                 raise RequestRefused(f"charset {charset!r:.100}: JSON is UTF-8", "invalid_json")
-            temperature = conversations.episode.params.temperature
+            params = conversations.episode.params
+            temperature = None if params.evaluates else params.temperature
             asked = api.parse_request(apis.parse_body(raw), temperature)
             return web.json_response(api.response(await conversations.ask(asked, is_retry)))
         except TimeoutError:

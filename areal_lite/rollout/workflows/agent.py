@@ -4,6 +4,7 @@ import inspect
 import logging
 
 from areal_lite.config import TrainConfig
+from areal_lite.config.data import sampling_of_evaluation
 from areal_lite.extensions import load_object
 from areal_lite.rollout.endpoint.server import AgentEndpoint
 from areal_lite.rollout.episode import Episode
@@ -49,7 +50,9 @@ class Agent:
         for name in ("httpx", "httpx2"):
             logging.getLogger(name).setLevel(logging.WARNING)
         most_first = config.data.max_prompt_tokens
-        await self._endpoint.start(most_first + config.rollout.max_new_tokens, most_first)
+        own = sampling_of_evaluation(config)
+        longest = max(config.rollout.max_new_tokens, own.max_new_tokens)
+        await self._endpoint.start(most_first + longest, most_first)
 
     async def close(self) -> None:
         await self._endpoint.close()

@@ -104,7 +104,7 @@ def test_every_recipe_cites_its_paper_and_the_code_it_was_read_from(preset):
         ("data.source=jsonl", "data.path is not set"),
         ("server.host=0.0.0.0", "set server.api_key"),
         ("trainer.lr=0", "trainer.lr=0.0: must be more than 0"),
-        ("rollout.temperature=0", "rollout.temperature=0.0: must be at least 0.001"),
+        ("rollout.temperature=0", "rollout.temperature=0: training needs answers that differ"),
         ("rollout.group_size=1000", "less than one group"),
         ("algo.kl.coef=0.1", "algo.kl.coef=0.1 needs a reference policy: set algo.reference"),
         (

@@ -152,11 +152,22 @@ def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_pl
         (["train", "server.args.a"], "server.args.a has no value: write server.args.a=…"),
         (["train", "server.args=3"], "server.args=3: Cannot assign int"),
         *(
-            (["train", f"rollout.{key}=1"], f"unknown key rollout.{key}; tokens must be sampled")
+            (["train", f"rollout.{key}=1"], f"unknown key rollout.{key}; to train, sample from")
             for key in ("top_p", "top_k", "min_p")
         ),
+        (["train", "rollout.top_p=0.9"], "did you mean eval.sampling.top_p?"),
+        (["train", "eval.temperature=0"], "rollout.temperature or eval.sampling.temperature?"),
+        (
+            ["train", "eval.sampling.topp=0.9"],
+            "eval.sampling: unknown key topp; did you mean top_p? choose one of temperature, "
+            "top_p, top_k, max_new_tokens",
+        ),
+        (["eval", "sampling.n=2"], "sampling: unknown key n; choose one of temperature, top_p"),
+        (["eval", "sampling.top_p=0"], "sampling: top_p=0.0: must be more than 0 and at most 1"),
+        (["eval", "sampling.top_k=some"], "sampling: top_k: Value 'some' of type 'str' could not"),
+        (["train", "eval.sampling.temperature=null"], "temperature: Incompatible value 'None'"),
         (["chat", "rollout.temperature=0"], "unknown key rollout; did you mean temperature?"),
-        (["eval", "rollout.temperature=0"], "`eval samples=0` has no other"),
+        (["train", "rollout.temperature=0"], "for greedy evaluation, eval.sampling.temperature=0"),
         (["train", "lr=3"], "unknown key lr; did you mean algo.critic.lr or trainer.lr?"),
         (
             ["train", "trainer=3"],

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 import anthropic
 import pytest
@@ -181,3 +182,23 @@ def test_refusals_have_the_form_that_the_client_knows(tokenizer) -> None:
         assert asker.conversations.truncated and len(asker.texts()) == 1
 
     with_script(tokenizer, ["yes"], test, max_new_tokens=60)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_an_evaluation_samples_in_its_own_way(tokenizer, evaluates) -> None:
+    """An agent asks as in training, and cannot know what an evaluation does."""
+
+    async def test(asker: Asker) -> None:
+        episode = asker.conversations.episode
+        asker.conversations.episode = replace(
+            episode, params=replace(episode.params, temperature=0.6, evaluates=evaluates)
+        )
+        asked = asker.ask([user("Hi")], extra_body={"temperature": 0.7})
+        if evaluates:
+            await asked
+            assert asker.scripted.params[0].temperature == 0.6
+        else:
+            with pytest.raises(anthropic.BadRequestError, match="temperature=0.7 must be 0.6"):
+                await asked
+
+    with_script(tokenizer, ["Hello"], test)
