@@ -22,8 +22,6 @@ process outlives the pool or the pool's own process (process.py). Start the pool
 lasts: the kernel kills children with the thread that made them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import logging
@@ -121,7 +119,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
     process has ended.
     """
 
-    def __init__(self, pool: WorkerPool) -> None:
+    def __init__(self, pool: "WorkerPool") -> None:
         self._pool = pool
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[str | None] = self._loop.create_future()
@@ -283,7 +281,8 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         if answer.cancelled():
             return  # the task has ended
         error = answer.exception()
-        reply = {"error": process.short_text("{}", error)} if error else {"body": answer.result()}
+        failed = {"error": process.short_text("{}", error)}
+        reply: dict[str, Any] = failed if error else {"body": answer.result()}
         self._write(process.Answer(call=call, **reply))
 
     def _on_ready(self, message: process.ToPool) -> None:
