@@ -101,7 +101,8 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _swiglu_backward(*ctx.saved_tensors, grads[0])
+        (projections,) = ctx.saved_tensors
+        return _swiglu_backward(projections, grads[0])
 
 
 @fused
