@@ -13,8 +13,6 @@ controller is a process (controller/service.py). The trainer is Megatron-core (t
 tests/ranks/test_tour.py shows that `update` below and the trainer change a model equally.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 import time

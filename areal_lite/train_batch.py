@@ -1,7 +1,5 @@
 """Batches of trajectories as flat arrays, which travel from the controller to the trainer."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Sequence
@@ -55,7 +53,7 @@ class TrainBatch:
     @classmethod
     def from_trajectories(
         cls, trajectories: Sequence[Trajectory], with_routes: bool = True
-    ) -> TrainBatch:
+    ) -> "TrainBatch":
         """Lay trajectories end to end, their routes only if asked to.
 
         A token whose log-prob is not finite gets mask false and log-prob 0 here.
@@ -124,7 +122,7 @@ class TrainBatch:
             raise ValueError(f"{groups} groups cannot be split into {num} minibatches")
         return [np.flatnonzero(order // (groups // num) == m) for m in range(num)]
 
-    def select(self, indices: Sequence[int] | np.ndarray) -> TrainBatch:
+    def select(self, indices: Sequence[int] | np.ndarray) -> "TrainBatch":
         """Return the batch of the sequences `indices`, in that order."""
         indices = np.asarray(indices, np.int64)
         token_indices = self.token_indices(indices)
@@ -148,7 +146,7 @@ class TrainBatch:
         return [header, *buffers]
 
     @classmethod
-    def from_frames(cls, frames: Sequence[bytes | memoryview]) -> TrainBatch:
+    def from_frames(cls, frames: Sequence[bytes | memoryview]) -> "TrainBatch":
         """Decode the frames of `to_frames`. Raises ValueError for frames of something else."""
         header = msgspec.msgpack.decode(frames[0], type=list[tuple[str, str, list[int]]])
         names = [name for name, *_ in header]

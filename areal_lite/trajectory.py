@@ -24,8 +24,6 @@ the environment, and a second turn. L = 8, three segments:
                 Segment(4, 2, 4), Segment(5, 4, 5), Segment(5, 6, 8)
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -115,7 +113,7 @@ class Trajectory:
     # `algo.routing_replay`.
     routes: np.ndarray | None = None
 
-    def check(self) -> Trajectory:
+    def check(self) -> "Trajectory":
         """Return self. Raises ValueError that names the trajectory and the broken invariant."""
         if broken := self._broken_invariant():
             raise ValueError(f"trajectory {self.name} (prompt {self.prompt_id}): {broken}")

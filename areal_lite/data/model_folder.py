@@ -3,8 +3,6 @@
 Each problem is a ValueError of one line that names the file, the place in it and the remedy.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

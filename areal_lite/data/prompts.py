@@ -19,8 +19,6 @@ Invariants:
   * a set keeps text and tokenizes on access.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json
@@ -125,7 +123,7 @@ def load_eval_sets(
     return sets
 
 
-def jsonl_prompts(config: DataConfig, tokenizer: Tokenizer, split: Split) -> TextPrompts:
+def jsonl_prompts(config: DataConfig, tokenizer: Tokenizer, split: Split) -> "TextPrompts":
     """Open the JSONL file that `data.path` or `data.eval_path` names."""
     key = "path" if split == "train" else "eval_path"
     path = Path(getattr(config, key) or "null")
@@ -142,7 +140,7 @@ def hf_prompts(
     name: str = "",
     train_split: str = "train",
     eval_split: str = "test",
-) -> TextPrompts:
+) -> "TextPrompts":
     """Open the Hugging Face data set that `data.path` names.
 
     Args:

@@ -14,8 +14,6 @@ again, a limited number of times; the servers (server_pool.py) keep running.
   (system/heartbeat.py) is too old. The oldest one most likely names the cause.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -208,7 +206,7 @@ def _run_roles(
     run_dir: Path,
     placement: Placement,
     pool: ServerPool,
-    restarts: Restarts,
+    restarts: "Restarts",
     on_step: OnStep | None,
 ) -> None:
     """Run controller and trainer ranks until they end. Raises ProcessFailed or RoleFailed."""

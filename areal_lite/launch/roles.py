@@ -4,8 +4,6 @@
 * Each asks the kernel to die with the supervisor, so even a SIGKILL of that leaves none behind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -48,7 +46,7 @@ class RunMoved(RoleFailed):
 class ProcessFailed(RoleFailed):
     """A process ended with an error, or hangs. The message contains the last lines of its log."""
 
-    def __init__(self, role: Role, what: str):
+    def __init__(self, role: "Role", what: str):
         end = "\n".join(role.output().splitlines()[-_SHOWN_LINES:])
         super().__init__(f"{what}; the end of {role.log}:\n{visible(end)}")
         self.role = role
@@ -96,7 +94,7 @@ class Roles:
         self._opened = Path(f"/proc/self/fd/{self._folder}")
         self.roles: list[Role] = []
 
-    def __enter__(self) -> Roles:
+    def __enter__(self) -> "Roles":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -15,8 +15,6 @@ runs servers FIRST, FIRST + 1, … of a run that was started elsewhere, on the G
 sees. With `until-end` they end when the trainer has ended well, and free their GPUs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -241,7 +239,7 @@ class ServerPool:
         # One thread for the whole block: servers die with the thread that started them.
         self._thread = threading.Thread(target=self._run, name="servers")
 
-    def __enter__(self) -> ServerPool:
+    def __enter__(self) -> "ServerPool":
         self._task = self._loop.create_task(self.supervise())
         self._thread.start()
         return self

@@ -9,8 +9,6 @@ Attention is computed in one of three ways:
 Under context parallelism the segments of this rank see keys of all ranks (see packing.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,7 +40,7 @@ class PackedSequences(PackedSeqParams):
     bounds: np.ndarray | None = None  # int64 [n + 1], of the sequences, for the kernel; else None
 
     @classmethod
-    def build(cls, local: LocalTokens, inv_freq: Tensor, dtype: torch.dtype) -> PackedSequences:
+    def build(cls, local: LocalTokens, inv_freq: Tensor, dtype: torch.dtype) -> "PackedSequences":
         """Describe `local`, in CPU memory, on the device of `inv_freq`, float32 [head_dim / 2].
 
         dtype: of the activations.

@@ -18,8 +18,6 @@ Time is linear in the length of the text. Only its last 10,000 characters are re
 last 20 places, and of each place only the first 1,000 characters after its mark.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from dataclasses import dataclass
@@ -111,7 +109,7 @@ class Number:
     value: Fraction
     scale: Fraction = Fraction(1)
 
-    def equals(self, other: Number) -> bool:
+    def equals(self, other: "Number") -> bool:
         """Return whether the numbers are equal; 50% equals both 50 and 1/2."""
         products = self.value * self.scale, other.value * other.scale
         return products[0] == products[1] or (

@@ -18,8 +18,6 @@ a completion beyond one of them scores 0:
 * The rest runs in a forked process with 3 s of processor time and 1 GiB of memory.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import multiprocessing

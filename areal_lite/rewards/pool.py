@@ -3,8 +3,6 @@
 The time-out counts from the start of a sample's execution, however long the sample waited.
 """
 
-from __future__ import annotations
-
 from areal_lite.rewards.worker import Sample
 from areal_lite.workers.pool import Task, WorkerPool
 from areal_lite.workers.process import Done, Failed, unpack

@@ -1,7 +1,5 @@
 """A process that computes rewards: `python -m areal_lite.rewards.worker` (workers/process.py)."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import inspect

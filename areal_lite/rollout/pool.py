@@ -1,7 +1,5 @@
 """Play episodes in the worker processes of a data source, from the controller."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Awaitable, Callable, Sequence

@@ -4,8 +4,6 @@ It runs the user's code: workflows with their tools and agents, filters, and dat
 share its event loop, and the code of each may take `rollout.episode_timeout_s`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

@@ -4,8 +4,6 @@ All other SQL is in store.py, which writes, and says what the store holds. Reade
 its run writes to it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any

@@ -22,8 +22,6 @@ Sampling, and SGLang's report about a sampled token:
   cache, computes the tokens again, perhaps by newer weights, and would return those routes.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -14,8 +14,6 @@ The group lives as long as its store, which is on trainer rank 0. Closing the st
 member to give up, and so does the death of the trainer.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Each check returns what it found, or raises ValueError with the problem and its 
 trains a small model: it needs most of the time, and `quick=true` leaves it out.
 """
 
-from __future__ import annotations
-
 import fcntl
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The trajectory store as columns, and what proves that it is whole: for reports and the audit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any

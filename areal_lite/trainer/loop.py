@@ -9,8 +9,6 @@
 * A requested stop ends the run after a step, with a checkpoint (areal_lite/run_dir/resume.py).
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

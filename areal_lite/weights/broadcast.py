@@ -11,8 +11,6 @@ without the culprits. If every server answers, the collective itself is the caus
 blame, and the push fails with the error of the collective.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import socket
@@ -124,7 +122,7 @@ class Broadcast:
         with suppress(ServersFailed):
             self.leave(servers)
 
-    def join(self, servers: list[ServerInfo]) -> WeightGroup:
+    def join(self, servers: list[ServerInfo]) -> "WeightGroup":
         """Return the group with exactly `servers`."""
         if self._group is None or self._group.servers != servers:
             self.leave(servers)

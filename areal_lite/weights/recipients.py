@@ -1,7 +1,5 @@
 """The servers of one push, and the pause window in which they take the weights."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -114,7 +112,7 @@ class PauseWindow:
         # A flush under running requests would kill the scheduler.
         self.flush_cache = self._mode != InterruptMode.IN_PLACE
 
-    def __enter__(self) -> PauseWindow:
+    def __enter__(self) -> "PauseWindow":
         self._recipients.report.paused_at = steady_time()
         self._recipients.post("/pause_generation", {"mode": self._mode}, self._timeout_s)
         return self

@@ -1,7 +1,5 @@
 """Removal of folders that untrusted programs filled."""
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

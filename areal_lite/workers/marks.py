@@ -6,8 +6,6 @@ threads (`in_thread`), and each thread has a mark of its own. A step that ends w
 KeyboardInterrupt raises RuntimeError, because asyncio would end the event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import faulthandler
 import inspect

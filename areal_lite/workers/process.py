@@ -17,8 +17,6 @@ kernel kills them before others when memory is short. If the keeper is killed, t
 it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

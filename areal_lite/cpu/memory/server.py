@@ -16,8 +16,6 @@ the right shape. Making the recorded writes is then all that a load is.
 A request that is refused has changed nothing: the server goes on with the weights that it has.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any
@@ -138,7 +136,7 @@ _checked: tuple[tuple[str, str, str], str] | None = None
 # The memory of this HTTP process for files that cannot be mapped here.
 _copy: StagedCopy | None = None
 # The file that the scheduler has mapped, and how to load it.
-_staged: _Activation | None = None
+_staged: "_Activation | None" = None
 
 
 def install() -> None:

@@ -8,8 +8,6 @@ not count against the size of /dev/shm. One file is enough: the trainer writes t
 when every server has answered, and a server that is late finds another checksum.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import logging

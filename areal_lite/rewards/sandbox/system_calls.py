@@ -9,8 +9,6 @@ Arguments are 64 bits here. The kernel takes most as 32 bits and ignores the res
 low half, so nothing in the high half can turn a refused value into an allowed one.
 """
 
-from __future__ import annotations
-
 import struct
 from collections import namedtuple
 

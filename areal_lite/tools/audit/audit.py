@@ -22,8 +22,6 @@ It holds some numbers for each group and each trajectory that was trained on, ab
 reads the columns of the store in chunks.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

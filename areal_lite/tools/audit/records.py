@@ -4,8 +4,6 @@ The files are read first, then the store, so that the store is never behind what
 it. Settings are read without their schema, which takes much longer: a run may have many starts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field

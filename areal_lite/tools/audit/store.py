@@ -6,8 +6,6 @@ prompt that was put back: each dropped group puts its prompt back once. Hence
     prompts drawn = used + filtered + waiting + in flight + put back and not yet handed out again
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -4,8 +4,6 @@ A finding that another one explains is left out. docs/diagnose_page.py writes th
 metrics and thresholds.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

@@ -12,8 +12,6 @@ bounded. Equal samples are a fault only if they are unlikely: equal tokens of pr
 again by chance with probability p.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing

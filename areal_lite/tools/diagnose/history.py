@@ -1,7 +1,5 @@
 """The records of a run, the thresholds, and the kinds of findings."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -50,7 +48,7 @@ hint = partial(Sign, Severity.HINT)
 class Advice:
     """A kind of finding: how to find it, and what to say about it. Settings stand in backticks."""
 
-    check: Callable[[History], Sign | None]
+    check: "Callable[[History], Sign | None]"
     title: str
     flag: str  # when it is found, with the thresholds in braces
     cause: str
@@ -64,7 +62,7 @@ class Advice:
 
 def finding(
     title: str, *, flag: str, cause: str, change: str, unless: tuple[str, ...] = ()
-) -> Callable[[Callable[[History], Sign | None]], Advice]:
+) -> "Callable[[Callable[[History], Sign | None]], Advice]":
     """Make a check of a history a kind of finding; the arguments are those of Advice."""
     return lambda check: Advice(check, title, flag, cause, change, unless)
 

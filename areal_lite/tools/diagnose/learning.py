@@ -3,8 +3,6 @@
 Each is a pure function of a history.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from typing import Any

@@ -1,7 +1,5 @@
 """Findings about groups with equal rewards. Nearly all of them come first, and explain others."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Findings about waits: which part of a run holds up the others. Each is a pure function."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from areal_lite.tools.diagnose.history import History, Sign, finding, hint, limit

@@ -5,8 +5,6 @@ series is {name, style, x, y} with style `line`, `faint`, `points` or `bound`; a
 `labels` and one list of `values`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

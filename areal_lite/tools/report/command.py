@@ -1,7 +1,5 @@
 """The commands that show runs: report, compare, inspect, trace. Each returns an exit status."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import threading

@@ -8,8 +8,6 @@ The store is read once; time and memory grow linearly with the number of traject
 of the page does not: charts have at most a fixed number of points, and rollouts are a sample.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -20,8 +20,6 @@
 A `View` is the content of a panel; `train_view` makes it from the records of a training run.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -245,7 +243,7 @@ class Progress:
                 vertical_overflow="crop",
             )
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> "Progress":
         if self._live:
             self._live.start()
         view = self._view()

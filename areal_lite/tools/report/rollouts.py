@@ -4,8 +4,6 @@ A page has at most MAX_GROUPS groups and MAX_TOKENS tokens: groups that are spre
 steps, and of each step the worst, the best and one with known importance weights.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing

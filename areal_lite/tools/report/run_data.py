@@ -1,7 +1,5 @@
 """The records in a run directory, read back. The run may be complete, still going or killed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -33,7 +31,7 @@ class RunData:
     metrics: list[dict[str, Any]]
     evals: list[dict[str, Any]]
     config: dict[str, Any]
-    columns: Columns
+    columns: "Columns"
     ended: bool
 
     @property

@@ -3,8 +3,6 @@
 `CONSOLE` is the observer of `areal-lite train` (launch/local.py).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -3,8 +3,6 @@
 A value is None when the run did not get that far, because it was killed or evaluates nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path

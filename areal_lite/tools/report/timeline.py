@@ -4,8 +4,6 @@ Pure functions of the trajectories and of the lines of metrics.jsonl. Times are 
 unless a docstring says otherwise.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import json
