@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist
-from typing import Protocol
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -48,17 +47,6 @@ _NORMAL = NormalDist()
 _BYTES = 2  # of a parameter and of an entry of the KV cache
 _MEMORY_SHARE = 0.88  # of the memory, for weights and KV cache
 _PREFILL_PASSES = 2  # operations for a parameter and token of a prompt
-
-
-class Lengths(Protocol):
-    """Draws the lengths of a group, in tokens."""
-
-    def group(self, seed: int, prompt: int, size: int) -> np.ndarray:
-        """Return the lengths of `size` completions of a prompt, int64 [size], the same each time.
-
-        A prompt that is asked again therefore gets as long an answer.
-        """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +83,10 @@ class LogNormalLengths:
         return below + self.longest * (1 - _NORMAL.cdf(edge))
 
     def group(self, seed: int, prompt: int, size: int) -> np.ndarray:
+        """Return the lengths of `size` completions of a prompt, int64 [size], the same each time.
+
+        A prompt that is asked again therefore gets as long an answer.
+        """
         rng = np.random.default_rng((seed, prompt))
         common, own = rng.normal(), rng.normal(size=size)
         parts = math.sqrt(self.shared) * common + math.sqrt(1 - self.shared) * own
@@ -114,6 +106,10 @@ class RecordedLengths:
         if len(lengths) == size:
             return np.asarray(lengths, np.int64)
         return rng.choice(np.asarray(lengths, np.int64), size)
+
+
+Lengths = LogNormalLengths | RecordedLengths
+"""Draws the lengths of a group, in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
