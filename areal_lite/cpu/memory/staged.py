@@ -16,23 +16,22 @@ The checksum finds damage and files that are not whole. It need not stop a forge
 names a file and its checksum together. XXH3 takes a tenth of the time of SHA-256.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os
 import socket
-import stat
 import struct
 import threading
 import warnings
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 import msgspec
 import torch
 import xxhash
 
+from areal_lite.system.files import open_regular
 from areal_lite.system.processes import process_namespace
 
 # What a request to a server says about a file, before a colon and the checksum.
@@ -79,27 +78,20 @@ class StagedFile:
 
     def __init__(self, path: str, *, populate: bool = False):
         try:
-            # Without O_NONBLOCK, opening a pipe could wait without end.
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            file = open_regular(Path(path))
         except OSError as error:
             raise StagedError(
                 f"{path} cannot be read here ({error.strerror}): a server's scheduler must run as "
                 "the user of its HTTP process; or use sync.transport=distributed"
             ) from error
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_size <= DATA_OFFSET:
+        with file:
+            status = os.fstat(file.fileno())
+            if status.st_size <= DATA_OFFSET:
                 raise StagedError(f"{path} holds no weights")
             self.path = path
             self._identity = _identity(status)
-            self._map = mmap.mmap(
-                descriptor,
-                status.st_size,
-                flags=mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0),
-                prot=mmap.PROT_READ,
-            )
-        finally:
-            os.close(descriptor)
+            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+            self._map = mmap.mmap(file.fileno(), status.st_size, flags, mmap.PROT_READ)
 
     def is_current(self) -> bool:
         """Return whether the path still leads to this file, in the same size."""
@@ -172,7 +164,7 @@ class Source:
     token: str  # TOKEN_BYTES bytes in hexadecimal, without which it sends nothing
 
     @classmethod
-    def parse(cls, manifest: object) -> Source:
+    def parse(cls, manifest: object) -> "Source":
         """Return the source that a request names. Raises StagedError if it names none."""
         try:
             return msgspec.convert(manifest, cls)

@@ -201,8 +201,8 @@ def test_a_path_that_is_no_memory_file_is_refused(tmp_path):
     os.mkfifo(pipe)
     for path, message in {
         "/proc/0/fd/3": "scheduler must run as .* or use sync.transport=distributed",
-        str(pipe): "holds no weights",
-        "/dev/zero": "holds no weights",
+        str(pipe): "not a regular file",
+        "/dev/zero": "not a regular file",
     }.items():
         with pytest.raises(StagedError, match=message):
             StagedFile(path)
