@@ -1,7 +1,8 @@
-"""The metrics of a training step: the group, the meaning and the healthy range of each.
+"""The metrics of a training step: the group and the meaning of each.
 
 metrics.jsonl, wandb, Prometheus and docs/diagnose.md have these names. To add a metric, log it, add
-a row here, and run `python docs/diagnose_page.py > docs/diagnose.md`.
+a row here, and run `python docs/diagnose_page.py > docs/diagnose.md`. The page also has the healthy
+range of some.
 """
 
 GROUPS = {
@@ -127,48 +128,6 @@ GROUPS = {
 Metrics without a group are not sent to wandb: its axis, what the axis tells as well, wall-clock
 times, and lists.
 """
-
-HEALTHY = {
-    "reward_mean": "rising, neither 0 nor the maximum",
-    "uniform_groups_share": "below 0.5",
-    "distinct_share": "above 0.5 for long answers",
-    "staleness_max": "at most `buffer.max_staleness`",
-    "masked_tokens": "below 2 % of tokens",
-    "passed_groups": "at most `buffer.window`",
-    "dropped_groups": "0",
-    "server_lag": "0 to `sync.every` - 1, in turn",
-    "grad_norm": "steady; at most a few steps above `trainer.clip_grad`",
-    "skipped": "0",
-    "clip_fraction": "0.001 to 0.1 with several updates; 0 with one",
-    "ratio": "1 within a percent",
-    "extreme_ratios": "0",
-    "entropy": "falling slowly, not to 0",
-    "masked_nonfinite": "0",
-    "behave_kl": "below 0.01; 0 without staleness",
-    "ess": "above 0.9",
-    "nonfinite_tokens": "0",
-    "behavior_weight": "1 within a percent",
-    "rejected": "below 0.01",
-    "weight_max": "below `algo.correction.cap`",
-    "logprob_diff": "below 1e-5 in float32, 0.02 in bfloat16",
-    "value_explained": "rising, above 0",
-    "critic_skipped": "0",
-    "adapter_share": "above 0.002 after some steps",
-    "truncated_share": "below 0.05",
-    "queue_depth": "0 to a batch",
-    "in_flight": "near concurrency_limit",
-    "empty_groups": "0",
-    "failed_rollouts": "0",
-    "workflow_failures": "0",
-    "reward_failures": "0",
-    "pause_s": "a few percent of time_s",
-    "straggler_wait_s": "a few percent of time_s",
-    "wait_s": "a small share of time_s when asynchronous",
-    "loop_lag_p99_s": "below 0.02",
-    "store_mib": "at most 1024 times `store.max_gib`",
-    "failed": "empty",
-}
-"""The values of a good run. A metric without a row depends on the task."""
 
 MEANINGS = {key: meaning for group in GROUPS.values() for key, meaning in group.items()}
 """The meaning of each metric."""
