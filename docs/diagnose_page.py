@@ -3,10 +3,15 @@
 Its tables are the findings (tools/diagnose) and the metrics (tools/metric_table.py).
 """
 
+import runpy
+from pathlib import Path
+
 from areal_lite.tools.diagnose.diagnosis import GUIDE
 from areal_lite.tools.diagnose.history import LIMITS
 from areal_lite.tools.metric_table import GROUP_OF, MEANINGS
-from areal_lite.tools.reference import table_cell
+
+# The other page that is made from the code has the same tables.
+table_cell = runpy.run_path(str(Path(__file__).with_name("configuration_page.py")))["table_cell"]
 
 # The metrics that a finding is about. It may look at a part of them only.
 METRICS = {

@@ -134,8 +134,8 @@ def measures() -> Iterator[Measure]:
     core = {name: count for name, count in lines.items() if not part_of(name)}
     yield Measure("lines of the core", sum(core.values()), 24_594, 23_700)
     yield Measure("files of the core", len(core), 123, 120)
-    yield Measure("lines of the package", sum(lines.values()), 38_063, 36_700)
-    yield Measure("files of the package", len(lines), 200, 200)
+    yield Measure("lines of the package", sum(lines.values()), 37_991, 36_700)
+    yield Measure("files of the package", len(lines), 199, 200)
     way = measure()
     yield Measure("files from prompt to batch", len(way.files), 22, 22)
     yield Measure("calls of a request", len(way.calls), 5, 5)

@@ -1,4 +1,4 @@
-"""The settings as text, for `--help` and for docs/configuration.md (tools/reference.py).
+"""The settings as text, for `--help` and for docs/configuration.md (docs/configuration_page.py).
 
 Both come from the metadata of the fields (fields.py) and the values that conf/ composes.
 """

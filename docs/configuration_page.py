@@ -1,4 +1,4 @@
-"""The page of all settings: `python -m areal_lite.tools.reference > docs/configuration.md`."""
+"""The page of all settings: `python docs/configuration_page.py > docs/configuration.md`."""
 
 import re
 
@@ -12,9 +12,9 @@ from areal_lite.config.help import about_section, groups, rows_of
 _PAGE = """\
 # Configuration
 
-Every setting. This page is made from the code: `python -m areal_lite.tools.reference`. The
-defaults are those of the command that a table is under; `areal-lite COMMAND --help` shows those of
-every command.
+Every setting. This page is made from the code: `python docs/configuration_page.py`. The
+defaults are those of the command that a table is under; `areal-lite COMMAND --help` shows the
+defaults of every command.
 
 ```
 areal-lite train model=models/Qwen3-0.6B rollout.group_size=16 schedule=sync +task=gsm8k
