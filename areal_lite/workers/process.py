@@ -35,8 +35,8 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from areal_lite.system.files import remove_folder
 from areal_lite.system.processes import ENV_DIE_WITH_PARENT
-from areal_lite.workers.folders import remove_folder
 
 T = TypeVar("T")
 NUM_MARKS = 64

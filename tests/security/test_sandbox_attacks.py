@@ -14,7 +14,7 @@ import pytest
 
 from areal_lite.rewards.program import program_reward
 from areal_lite.rewards.sandbox.run import Limits, Outcome, run_python
-from areal_lite.workers.folders import remove_folder
+from areal_lite.system.files import remove_folder
 
 ROOT = Path(__file__).parents[2]
 # Helpers of every program below. `attempt` prints what came of a system call or function.
@@ -303,7 +303,7 @@ def test_locked_folders_are_removed(tmp_path: Path) -> None:
     """Modes do not stop root, so an ordinary user does it, where there is one to become."""
     code = (
         "import os, sys, tempfile\nfrom pathlib import Path\n"
-        "from areal_lite.workers.folders import remove_folder\n"
+        "from areal_lite.system.files import remove_folder\n"
         "folder = Path(tempfile.mkdtemp())\n"
         "inner = folder / 'locked' / 'inner'\n"
         "(inner / 'innermost').mkdir(parents=True)\n"

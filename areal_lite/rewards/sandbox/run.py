@@ -40,7 +40,7 @@ from typing import Any
 
 from areal_lite.rewards.sandbox import confine
 from areal_lite.rewards.sandbox.system_calls import CALLS, number_of
-from areal_lite.workers.folders import remove_folder
+from areal_lite.system.files import remove_folder
 
 _START_TIMEOUT_S = 30.0
 _PREFIX = "areal-lite-sandbox-"
