@@ -13,7 +13,7 @@ from transformers.utils import logging
 def answers(folder: str, questions: list[str]) -> list[str]:
     """Return the greedy answers of a model, as transformers generates them."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     texts = []
     for question in questions:
         chat = [{"role": "user", "content": question}]

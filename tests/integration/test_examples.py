@@ -73,7 +73,7 @@ def shell(command: str, **environment: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=900,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -103,6 +103,9 @@ def test_an_example_runs(name: str, tmp_path: Path, warm_model: Path) -> None:
     assert result.summary["steps"] == result.summary["pushes"] == 2
     assert result.summary["trajectories_lost"] == 0
     assert len(result.used("DISTINCT group_id, sample_index")) == 8
+    if name == "chat_model":
+        table = result.output.partition("Greedy answers to held-out problems")[2]
+        assert table.count("│ What is ") == 5
     if name == "python_api":
         assert [f"step   {number}  reward" in result.output for number in (1, 2, 3)] == [1, 1, 0]
         assert f"the trained model: {result.folder}/checkpoints/hf" in result.output
@@ -131,7 +134,7 @@ def steps(run: Run) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "compaction"])
 def test_an_example_learns(name: str, tmp_path: Path) -> None:
     summary = run(name, tmp_path / "run", None).summary
