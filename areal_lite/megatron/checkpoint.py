@@ -18,8 +18,6 @@ positions of optimizer and schedule; and torch's random state and the caller's `
 The folder must be on a file system that all ranks see.
 """
 
-from __future__ import annotations
-
 import pickle
 import shutil
 from collections import ChainMap
@@ -31,7 +29,7 @@ from itertools import chain
 from pathlib import Path, PosixPath
 from queue import Queue
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,13 +48,11 @@ from areal_lite.config import LoraConfig
 from areal_lite.megatron.model import Chunks
 from areal_lite.megatron.optimizer import is_sharded
 from areal_lite.megatron.parallel import on_every_rank
+from areal_lite.megatron.policy import TrainableModel
 from areal_lite.run_dir.paths import CHECKPOINT_MARKER
 from areal_lite.run_dir.resume import checkpoint_steps, checksum, latest_checkpoint, write_manifest
 from areal_lite.system.files import publish_folder, reading, remove_unread, scratch_folder
 from areal_lite.system.processes import environment
-
-if TYPE_CHECKING:
-    from areal_lite.megatron.policy import TrainableModel
 
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 

@@ -23,23 +23,19 @@ tokens of a rank are padded at the end by sequences of their own. The rest of th
 microbatches: `gathered_index` undoes the split and drops padding.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from areal_lite.routes import unrecorded
 from areal_lite.train_batch import TrainBatch
-
-if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
 
 _Dataclass = TypeVar("_Dataclass", bound=Any)
 
