@@ -333,11 +333,8 @@ _SUCCESSOR_S = 600.0
 class ControllerClient:
     """Blocking calls to the controller, one at a time, from one thread.
 
-    * Every call raises RuntimeError with the controller's error message.
-    * If the connection is lost, libzmq connects again, and the call sends its request again: the
-      reply may have been on its way.
-    * If the controller is killed, the call waits for the one that takes its place, and asks it. It
-      raises RuntimeError if none does within ten minutes.
+    * Every call raises RuntimeError with the controller's error message, or if no other controller
+      takes the place of a killed one within ten minutes.
     * After `timeout_s` seconds it raises TimeoutError, which names the request. An evaluation may
       take any time while the controller is there: each of its episodes has a limit.
     """
