@@ -138,12 +138,6 @@ def line_chart(line: Line, metrics: Metrics) -> dict[str, Any]:
     return {**_frame(line.id, "line", line.title, line.note, _STEP, line.y), "series": series}
 
 
-def _rewards_by_source(metrics: Metrics) -> list[dict[str, Any]]:
-    """Return the running mean of the mean reward of each data source, if there are several."""
-    values = {name: course(metrics, f"reward_mean/{name}") for name in source_names(metrics)}
-    return [_series(f"reward, {name}", x, smooth(y)) for name, (x, y) in values.items() if len(x)]
-
-
 def learning_charts(
     metrics: Metrics, evals: Metrics, bound: int | None, columns: Columns
 ) -> list[dict[str, Any]]:
@@ -151,7 +145,10 @@ def learning_charts(
     drawn = [(line, line_chart(line, metrics)) for line in LINES]
     charts = [chart for line, chart in drawn if chart["series"] or not line.optional]
     by_id = {chart["id"]: chart for chart in charts}
-    by_id["reward"]["series"] += [*_rewards_by_source(metrics), *_accuracies(evals)]
+    for name in source_names(metrics):
+        x, y = course(metrics, f"reward_mean/{name}")
+        by_id["reward"]["series"] += [_series(f"reward, {name}", x, smooth(y))] * bool(len(x))
+    by_id["reward"]["series"] += _accuracies(evals)
     steps = by_id["staleness"]["series"]
     if bound is not None and steps:
         ends = [min(steps[0]["x"]), max(steps[0]["x"])]
