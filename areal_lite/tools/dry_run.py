@@ -189,21 +189,18 @@ def process_lines(config: TrainConfig, placement: Placement) -> list[str]:
     trainer = config.trainer
     sizes = ", ".join(f"{name} {getattr(trainer, f'{name}_parallel')}" for name in _PARALLEL)
     size = config.server.tensor_parallel
+    # Sources with the same reward share its processes.
+    rewards = [source.reward for source in source_configs(config).values()]
+    workers = sum(r.workers for i, r in enumerate(rewards) if r not in rewards[:i])
     return [
         *(
             f"server-{i}: {_gpus(gpus)}, tensor parallel {size}"
             for i, gpus in enumerate(placement.servers)
         ),
-        f"controller: no GPU, {counted(_reward_workers(config), 'reward worker')}, "
+        f"controller: no GPU, {counted(workers, 'reward worker')}, "
         f"up to {config.rollout.max_concurrent} trajectories in flight",
         f"trainer: {counted(trainer.world_size, 'rank')} ({sizes}), {_gpus(placement.trainer)}",
     ]
-
-
-def _reward_workers(config: TrainConfig) -> int:
-    """Count the processes that compute rewards. Sources with the same reward share them."""
-    rewards = [source.reward for source in source_configs(config).values()]
-    return sum(r.workers for i, r in enumerate(rewards) if r not in rewards[:i])
 
 
 def _gpus(gpus: list[str]) -> str:
