@@ -132,9 +132,8 @@ In [wandb](operations.md#wandb) the name of a metric begins with its group, as i
 
 def page() -> str:
     """Return the page."""
-    values = {name: limit.value for name, limit in LIMITS.items()}
     findings = [
-        f"| {_anchor(advice.name)} {advice.title} | {table_cell(advice.flag.format(**values))} "
+        f"| {_anchor(advice.name)} {advice.title} | {table_cell(advice.flag.format(**LIMITS))} "
         f"| {advice.cause} | {advice.change} |"
         for advice in GUIDE
     ]
@@ -146,7 +145,7 @@ def page() -> str:
     return _PAGE.format(
         findings="\n".join(findings),
         metrics="\n".join(metrics),
-        **values,
+        **LIMITS,
     )
 
 
