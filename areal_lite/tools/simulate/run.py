@@ -50,8 +50,7 @@ _DRAWN_GROUPS = 2000
 class StepRecord:
     """One step of a simulated run. Times are virtual seconds."""
 
-    ended_at: float  # the end of the step, its push included
-    # wait_s, train_s, push_s: its parts
+    # wait_s, train_s, push_s: the parts of the step
     wait_s: float
     train_s: float
     push_s: float
@@ -100,7 +99,6 @@ class SimulatedTrainer:
         await self._push_if_due(step + 1)
         self.records.append(
             StepRecord(
-                ended_at=self._loop.time(),
                 wait_s=pulled - started,
                 train_s=train_s,
                 push_s=self._loop.time() - trained,

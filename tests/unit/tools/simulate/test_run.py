@@ -51,7 +51,10 @@ def throughput(outcome: Outcome) -> float:
 
 def comparable(outcome: Outcome) -> dict:
     facts = {name: getattr(outcome, name) for name in ("seconds", "usage", "groups", "counts")}
-    records = [(r.ended_at, r.tokens, r.staleness.tolist(), r.info) for r in outcome.records]
+    records = [
+        (r.wait_s, r.train_s, r.push_s, r.tokens, r.staleness.tolist(), r.info)
+        for r in outcome.records
+    ]
     return {**facts, "records": records}
 
 
