@@ -270,16 +270,9 @@ class Player:
         return rollouts
 
     @property
-    def _workflow(self) -> Workflow | None:
-        """Return the workflow that this process runs itself, if any."""
-        return self.dependencies.workflow or (None if self.source.episodes else single_turn)
-
-    @property
     def _grouped(self) -> bool:
-        if workflow := self._workflow:
-            return is_grouped(workflow)
-        assert self.source.episodes is not None
-        return self.source.episodes.facts["grouped"]
+        own, pool = self.dependencies.workflow, self.source.episodes
+        return pool.facts["grouped"] if pool and not own else is_grouped(own or single_turn)
 
     async def _play(self, episodes: list[Episode]) -> list[Rollout]:
         """Play the episodes of one call of the workflow, and score them."""
@@ -298,14 +291,14 @@ class Player:
     async def _results(
         self, name: str, episodes: list[Episode]
     ) -> Sequence[Played | str | TaskFailed]:
-        """Call the workflow. Raises TaskFailed."""
-        if workflow := self._workflow:
-            return await play(workflow, episodes)
-        assert self.source.episodes is not None
+        """Call the workflow, in a worker process if there are any. Raises TaskFailed."""
+        own, pool = self.dependencies.workflow, self.source.episodes
+        if own or pool is None:
+            return await play(own or single_turn, episodes)
         first, samples = episodes[0], [episode.sample_index for episode in episodes]
         request = Play(first.group_id, samples, first.prompt, first.params)
         samplers = [episode.complete for episode in episodes]
-        return await self.source.episodes.play(name, request, samplers)
+        return await pool.play(name, request, samplers)
 
     async def _finish(self, episode: Episode, result: Played | str | TaskFailed) -> Rollout:
         """Score a result, count a failure, and report the end of the rollout."""
