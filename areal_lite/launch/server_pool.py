@@ -235,7 +235,7 @@ class ServerPool:
         self._ready_at: dict[str, float] = {}
         self._failure: Exception | None = None
         self._loop = asyncio.new_event_loop()
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None]  # while the block lasts
         # One thread for the whole block: servers die with the thread that started them.
         self._thread = threading.Thread(target=self._run, name="servers")
 
@@ -245,7 +245,6 @@ class ServerPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._task is not None
         if self._thread.is_alive():
             # The loop closes itself when the supervision ends just now.
             with suppress(RuntimeError):
@@ -253,7 +252,6 @@ class ServerPool:
         self._thread.join()
 
     def _run(self) -> None:
-        assert self._task is not None
         try:
             self._loop.run_until_complete(self._task)
         except asyncio.CancelledError:
