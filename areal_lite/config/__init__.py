@@ -46,7 +46,6 @@ from areal_lite.config.sections import (
     RestartConfig,
     RolloutConfig,
     ServerConfig,
-    StoreConfig,
     SyncConfig,
     TrainerConfig,
 )
