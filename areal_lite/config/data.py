@@ -26,7 +26,7 @@ from areal_lite.config.sections import RolloutConfig, Sampling, ServerConfig
 
 SAMPLING_HELP = (
     "How its completions are sampled, where not as in training: temperature (0: greedy), top_p, "
-    "top_k, max_new_tokens."
+    "top_k, max_new_tokens, stop."
 )
 
 

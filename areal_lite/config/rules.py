@@ -29,6 +29,7 @@ from areal_lite.system.network import LOOPBACK
 # SGLang ends a server whose scheduler makes no step for this many seconds, even a paused one.
 _SERVER_WATCHDOG_S = 300.0
 CLIPPED_LOSSES = ("ppo", "gspo", "cispo")
+_MAX_STOP_CHARACTERS = 1000
 _LEAST_TEMPERATURE = 0.001  # the trainer divides by it
 # Lag, in training steps, from which the learning rate of fresh data was too large.
 _SMALLER_LR_FROM = 32
@@ -43,7 +44,8 @@ def check_rules(config: Any) -> None:
     if hasattr(config, "server"):
         _check_server(config.server)
     if hasattr(config, "rollout"):
-        sampling_of_evaluation(config)  # checks its settings
+        check_stop("rollout.stop", config.rollout.stop)
+        check_stop("sampling.stop of evaluation", sampling_of_evaluation(config).stop)
     if isinstance(config, TrainConfig):
         source_configs(config)  # checks their settings
         check_trainer(config.trainer)
@@ -70,6 +72,16 @@ def _check_server(server: ServerConfig) -> None:
         )
     if running is not None and not (isinstance(running, int) and running >= 1):
         raise ValueError(f"server.args.max_running_requests={running}: must be an integer from 1")
+
+
+def check_stop(key: str, stop: list[Any]) -> None:
+    for item in stop:
+        is_id = type(item) is int and 0 <= item < 2**31
+        if not is_id and not (isinstance(item, str) and 0 < len(item) <= _MAX_STOP_CHARACTERS):
+            raise ValueError(
+                f"{key}: {item!r:.100} is neither a text of 1 to {_MAX_STOP_CHARACTERS} characters "
+                "nor a token id"
+            )
 
 
 def check_trainer(trainer: TrainerConfig, key: str = "trainer") -> None:

@@ -127,6 +127,7 @@ class Sampling:
         0, "Sample from so many of the likeliest tokens. 0 or -1: all.", within=(-1, MAX_COUNT)
     )
     max_new_tokens: int = setting(1024, "Longest answer, in tokens.", within=(1, MAX_TOKENS))
+    stop: list[Any] = setting([], "Texts and token ids at which an answer ends.")
 
 
 @dataclass
@@ -136,6 +137,11 @@ class RolloutConfig:
     group_size: int = setting(8, "Trajectories of each prompt, G.", within=(1, 10_000))
     max_new_tokens: int = setting(512, "Longest completion, in tokens.", within=(1, MAX_TOKENS))
     temperature: float = setting(1.0, "Sampling temperature. eval: 0 is greedy.", within=(0, 100))
+    stop: list[Any] = setting(
+        [],
+        "Texts and token ids at which an answer ends, besides the model's own; see "
+        "docs/workflows.md.",
+    )
     workflow: str = setting(
         "areal_lite.rollout.workflows.single_turn:single_turn",
         "module:name of the function or class that plays an episode; see docs/workflows.md.",
@@ -182,7 +188,7 @@ class RolloutConfig:
     @property
     def sampling(self) -> Sampling:
         """Return how training samples: from the whole vocabulary."""
-        return Sampling(self.temperature, max_new_tokens=self.max_new_tokens)
+        return Sampling(self.temperature, max_new_tokens=self.max_new_tokens, stop=self.stop)
 
 
 @dataclass

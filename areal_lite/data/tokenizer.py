@@ -27,6 +27,7 @@ Message = dict[str, Any]  # {"role": "user", "content": "..."}
 _ANSWER = "(the-answer-goes-here)"
 # SGLang stops at this token of Llama 3 wherever a tokenizer has it.
 _END_OF_MESSAGE = "<|eom_id|>"
+_MOST_TEXTS = 64  # whose completing tokens are kept
 _TODAY = "2024-07-26"  # where Llama's templates know no date
 
 
@@ -45,6 +46,7 @@ class Tokenizer:
     ) -> None:
         self.path = Path(model_path)
         self._template_kwargs = dict(template_kwargs or {})
+        self._completing: dict[str, tuple[int, ...]] = {}
         file = self.path / "tokenizer.json"
         if not file.is_file():
             raise ValueError(
@@ -88,6 +90,34 @@ class Tokenizer:
     def characters_per_token(self) -> float:
         """Return the most characters of text that one token can stand for, perhaps infinity."""
         return characters_per_token(read_json(self.path / "tokenizer.json"))
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        """Return the text that each token adds to a word, by its id: with its space in front."""
+        ids = range(max(self.ids.values()) + 1)
+        word = next((i for i in ids if self.decode([i]).encode().isalnum()), ids[0])
+        before, *texts = self._fast.decode_batch([[word], *([word, i] for i in ids)])
+        return [text[len(before) :] for text in texts]
+
+    def completing(self, text: str) -> tuple[int, ...]:
+        """Return the tokens with which an answer may first contain `text`.
+
+        They have it in them, or begin with an end of it. U+FFFD is a part of a character.
+        """
+        if text not in self._completing:
+            characters = set(text if text.isascii() else text + "\ufffd")
+
+            def may_complete(token: str) -> bool:
+                if characters.isdisjoint(token):
+                    return False
+                begins = any(text.endswith(token[: i + 1]) for i in range(len(token)))
+                return begins or text in token or ("\ufffd" in token and not text.isascii())
+
+            if len(self._completing) >= _MOST_TEXTS:
+                self._completing.clear()
+            found = [i for i, token in enumerate(self._texts) if may_complete(token)]
+            self._completing[text] = tuple(found)
+        return self._completing[text]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of token ids, without special tokens."""

@@ -37,7 +37,7 @@ from areal_lite.data.tokenizer import Message, Tokenizer
 from areal_lite.extensions import load_object
 from areal_lite.routes import unrecorded
 from areal_lite.servers.client import GenerationChunk, SamplingParams
-from areal_lite.servers.fleet import Completion
+from areal_lite.servers.fleet import Completion, rest_of
 from areal_lite.trajectory import Trajectory
 from areal_lite.workers.process import short_text
 
@@ -255,29 +255,43 @@ class Transcript:
         """Sample a completion and return its tokens without decoding them.
 
         It ends at an end token, after `max_new_tokens`, or with the token that completes one of the
-        texts in `stop`. `remaining_tokens` must be positive; it bounds `max_new_tokens`.
+        texts in `stop` or `rollout.stop`, which is its last. `remaining_tokens` must be positive;
+        it bounds `max_new_tokens`.
         """
-        episode, tokenizer = self.episode, self.episode.tokenizer
-        budget = self.remaining_tokens
-        if max_new_tokens is not None:
-            budget = min(max_new_tokens, budget)
-        # A server knows no text. A stop text of one token ends the sampling; a longer one is cut
-        # off afterwards, exactly where sampling would have ended.
-        encoded = [tokenizer.encode(text, add_special_tokens=False) for text in stop]
-        single_tokens = tuple(ids[0] for ids in encoded if len(ids) == 1)
-        params = replace(
-            episode.params,
-            max_new_tokens=budget,
-            stop_token_ids=(*episode.params.stop_token_ids, *single_tokens),
-            first_route=sum(map(len, self._routes)),
-        )
-        completion = await episode.complete(self.tokens, params)
-        if stop:
-            completion = _cut_at_stop(completion, stop, tokenizer)
+        tokenizer, before, completion = self.episode.tokenizer, self.tokens, Completion()
+        params, ends = self._sampling(max_new_tokens, stop)
+        # A server knows no text. It ends a request at each token that may complete one, and another
+        # request continues an answer that has none of them yet.
+        while completion.finish_reason == "abort":
+            part = await self.episode.complete(*rest_of(before, params, completion))
+            completion.chunks += part.chunks
+            completion.requests += part.requests
+            completion.finish_reason = part.finish_reason
+            if part.finish_reason == "stop" and completion.tokens[-1] not in ends:
+                completion.finish_reason = _at_a_text(completion.tokens, params, tokenizer)
+        completion = _cut_at_stop(completion, params.stop, tokenizer)
         self._chunks += completion.chunks
         self._requests += completion.requests
         self.finish_reason = completion.finish_reason
         return completion
+
+    def _sampling(
+        self, max_new_tokens: int | None, stop: Sequence[str]
+    ) -> tuple[SamplingParams, set[int]]:
+        """Return the parameters of a completion, and which of its stop tokens always end it."""
+        params, encode = self.episode.params, self.episode.tokenizer.encode
+        texts, budget = (*params.stop, *stop), self.remaining_tokens
+        encoded = [encode(text, add_special_tokens=False) for text in texts]
+        ends = {*params.stop_token_ids, *(ids[0] for ids in encoded if len(ids) == 1)}
+        may_end = ends.union(*map(self.episode.tokenizer.completing, texts))
+        params = replace(
+            params,
+            max_new_tokens=budget if max_new_tokens is None else min(max_new_tokens, budget),
+            stop_token_ids=tuple(sorted(may_end)),
+            first_route=sum(map(len, self._routes)),
+            stop=texts,
+        )
+        return params, ends
 
     async def sample_text(self, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> str:
         """Sample a completion and return its text without special tokens; see `sample`."""
@@ -376,6 +390,17 @@ class Transcript:
         )
 
 
+def _at_a_text(tokens: np.ndarray, params: SamplingParams, tokenizer: Tokenizer) -> str:
+    """Return the finish reason of an answer whose last token may have completed a stop text."""
+    # A text is in so many of the last tokens: each has at least a byte of its UTF-8.
+    tail = 4 * max(map(len, params.stop)) + 4
+    for part in (tokens[-tail:], tokens):
+        text = tokenizer.decode(part)
+        if not any(stop in text for stop in params.stop):
+            return "length" if len(tokens) == params.max_new_tokens else "abort"
+    return "stop"
+
+
 def _cut_at_stop(completion: Completion, stop: Sequence[str], tokenizer: Tokenizer) -> Completion:
     """Cut `completion` after the token with which its text first contains one of `stop`."""
     tokens = completion.tokens
@@ -384,7 +409,7 @@ def _cut_at_stop(completion: Completion, stop: Sequence[str], tokenizer: Tokeniz
         text = tokenizer.decode(tokens[:count])
         return any(s in text for s in stop)
 
-    if not has_stop(len(tokens)):
+    if not stop or not has_stop(len(tokens)):
         return completion
     end = bisect.bisect_left(range(len(tokens)), True, key=has_stop)
     routes = completion.routes

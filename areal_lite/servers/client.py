@@ -54,6 +54,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1  # all
     evaluates: bool = False  # nobody trains on these tokens
+    stop: tuple[str, ...] = ()  # texts that end an answer; a Transcript looks for them
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -65,12 +66,16 @@ class SamplingParams:
 def sampling_params(
     sampling: Sampling, tokenizer: Tokenizer, evaluates: bool = False
 ) -> SamplingParams:
-    """Return the parameters of completions, in training or to evaluate."""
+    """Return the parameters of completions, in training or to evaluate. Raises ValueError."""
+    ids = [item for item in sampling.stop if isinstance(item, int)]
+    if (largest := max(ids, default=0)) >= tokenizer.vocab_size:
+        raise ValueError(f"stop={largest} is no token id: the model has {tokenizer.vocab_size}")
     return SamplingParams(
         sampling.max_new_tokens,
         sampling.temperature,
-        tokenizer.eos_ids,
+        (*tokenizer.eos_ids, *ids),
         tokenizer.vocab_size,
+        stop=tuple(item for item in sampling.stop if isinstance(item, str)),
         top_p=sampling.top_p,
         top_k=sampling.top_k or -1,
         evaluates=evaluates,

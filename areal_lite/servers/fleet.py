@@ -151,7 +151,7 @@ class RequestGate:
         """
         empty_aborts = 0
         while completion.finish_reason == "abort":
-            sequence, left = _rest(prompt, params, completion)
+            sequence, left = rest_of(prompt, params, completion)
             completion.requests += 1
             # In a loop: the gate may close again between the wake-up of this task and its turn.
             while not self._open.is_set():
@@ -217,10 +217,10 @@ class RequestGate:
             request.cancel()
 
 
-def _rest(
+def rest_of(
     prompt: np.ndarray, params: SamplingParams, completion: Completion
 ) -> tuple[np.ndarray, SamplingParams]:
-    """Return the tokens so far, prompt included, and the parameters of the rest."""
+    """Return the tokens so far, `prompt` included, and the parameters of the rest."""
     if not completion.chunks:
         return prompt, params
     tokens, routes = completion.tokens, completion.routes

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from areal_lite.config import DataConfig, load_config
+from areal_lite.config.rules import check_stop
 from areal_lite.data.model_folder import check_model_folder
 from areal_lite.data.tokenizer import Message, Tokenizer
 from areal_lite.launch.preflight import check_model, check_servers
@@ -37,6 +38,7 @@ def check(config: ChatConfig) -> None:
         raise ValueError("set either model or run_dir: the folder of a model or of a run")
     if config.model is not None:
         check_model("model", config.model)
+    check_stop("stop", config.stop)
     check_servers(config.server)
 
 
@@ -55,7 +57,10 @@ def run(config: ChatConfig) -> int:
 
 def _turns(config: ChatConfig, folder: Path, run_dir: Path) -> Iterator[Coroutine[Any, Any, None]]:
     """Yield what answers each prompt, or each line of the user."""
-    data = load_config(Path(config.run_dir)).data if config.run_dir else DataConfig()
+    run = load_config(Path(config.run_dir)) if config.run_dir else None
+    data = run.data if run else DataConfig()
+    if run and not config.stop:
+        config = replace(config, stop=run.rollout.stop)
     tokenizer = Tokenizer(folder, data.chat_template_kwargs)
     conversation = Conversation(tokenizer, config, data.system_prompt)
     if not config.prompts:
@@ -132,6 +137,8 @@ async def _answer(fleet: Fleet, conversation: Conversation, prompt: np.ndarray) 
         reason = completion.finish_reason
         # The last characters may still lack bytes, which stand in the next tokens.
         text = decode(tokens).rstrip("\N{REPLACEMENT CHARACTER}")
+        if ends := [text.index(stop) + len(stop) for stop in params.stop if stop in text]:
+            text, reason = text[: min(ends)], "stop"
         print(visible(text.removeprefix(shown)), end="", flush=True)
         shown = text
     print("" if reason == "stop" else " […]", flush=True)

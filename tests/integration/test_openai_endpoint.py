@@ -180,7 +180,7 @@ REFUSALS = [
     ({"extra_body": {"top_k": 5}}, "top_k=5 must be -1 or 0: to train, sample from the"),
     ({"response_format": {"type": "json_object"}}, "response_format="),
     ({"max_tokens": 0}, "max_tokens=0 must be a positive integer"),
-    ({"stop": [""]}, "stop=.* none of them empty"),
+    ({"stop": [""]}, "stop=.* none empty"),
     ({"messages": []}, "messages must be a list"),
     (
         {

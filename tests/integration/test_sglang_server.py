@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -17,8 +18,14 @@ import psutil
 import pytest
 import torch
 
+from areal_lite.data.prompts import Prompt
+from areal_lite.data.tokenizer import Tokenizer
+from areal_lite.rollout.episode import Episode
+from areal_lite.rollout.workflows.single_turn import single_turn
 from areal_lite.servers.client import GenerationChunk, SamplingParams, SGLangClient
+from areal_lite.servers.fleet import Fleet
 from areal_lite.system.network import free_port
+from areal_lite.trajectory import Trajectory
 from tests.processes import running
 
 LONG = 1500  # tokens: much longer than the other requests
@@ -244,6 +251,73 @@ def test_the_likeliest_part_of_the_vocabulary_is_one_token(sglang_server, refere
     assert sampled_part.tokens.tolist() == greedy.tokens.tolist()
     expected = reference(prompt.tolist(), greedy.tokens.tolist(), 1.0)
     torch.testing.assert_close(torch.from_numpy(sampled_part.logprobs), expected, atol=2e-5, rtol=0)
+
+
+def test_sglang_takes_no_stop_texts(sglang_server):
+    """Servers have no tokenizer (skip_tokenizer_init): a Transcript looks for the texts."""
+    params = {"max_new_tokens": 4, "stop": ["ab"]}
+
+    async def run() -> tuple[int, str]:
+        url = f"{sglang_server.url}/generate"
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(url, json={"input_ids": [5, 6], "sampling_params": params}) as response,
+        ):
+            return response.status, await response.text()
+
+    status, text = asyncio.run(run())
+    assert status == 400 and "unavailable when skip_tokenizer_init=True" in text
+
+
+def test_a_text_ends_an_answer_through_interruptions(sglang_server, reference):
+    """The tokens and log-probs are the first ones of the answer that nothing ends or interrupts."""
+    tokenizer, prompt = Tokenizer(sglang_server.model), [5, 6, 7, 8]
+    pauses = 0
+
+    async def answer(http: Http, stop: tuple[str, ...], pausing: bool) -> Trajectory:
+        nonlocal pauses
+        async with SGLangClient(60) as client:
+            fleet = Fleet(client, lambda: [sglang_server.info], lambda: None)
+            fleet.router.version = await client.weight_version(sglang_server.info)
+            watching = asyncio.create_task(fleet.watch())
+            session = await fleet.open_session("text")
+            params = SamplingParams(400, 0.0, (), tokenizer.vocab_size, stop=stop)
+            episode = Episode(
+                prompt=Prompt(prompt_id="p", tokens=prompt, answer="", text=""),
+                sample_index=0,
+                group_id=0,
+                tokenizer=tokenizer,
+                params=params,
+                clock=time.time,
+                complete=partial(fleet.complete, session),
+            )
+            playing = asyncio.create_task(single_turn(episode))
+            while pausing and not playing.done():
+                await http.post("/pause_generation", mode="abort")
+                await http.post("/continue_generation")
+                pauses += 1
+                await asyncio.sleep(0.05)
+            watching.cancel()
+            return await playing
+
+    async def run() -> tuple[Trajectory, Trajectory, str]:
+        async with Http(sglang_server.url) as http:
+            whole = await answer(http, (), pausing=False)
+            text = tokenizer.decode(whole.tokens[4:])
+            at = next(i for i in range(150, 390) if text[i : i + 3] not in text[: i + 2])
+            stop = text[at : at + 3]
+            return whole, await answer(http, (stop, "never"), pausing=True), stop
+
+    whole, ended, stop = asyncio.run(run())
+    tokens = ended.tokens[4:].tolist()
+    assert pauses > 1 and ended.requests > 1
+    assert ended.finish_reason == "stop" and tokenizer.decode(tokens).endswith(stop)
+    assert stop not in tokenizer.decode(tokens[:-1])
+    assert tokens == whole.tokens[4 : 4 + len(tokens)].tolist()
+    expected = reference(prompt, tokens, 1.0)
+    torch.testing.assert_close(
+        torch.from_numpy(ended.behavior_logprobs[4:]), expected, atol=2e-5, rtol=0
+    )
 
 
 PARENT = """

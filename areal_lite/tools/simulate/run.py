@@ -174,6 +174,7 @@ def _settings(config: TrainConfig, work: Workload) -> TrainConfig:
     config = deepcopy(config)
     rollout = config.rollout
     rollout.max_new_tokens = -(-rollout.max_new_tokens // work.grain)
+    rollout.stop = []  # its tokens have no text
     config.store.max_gib = None
     # Generation does not run dry at the end of what is measured.
     ahead = work.warm_up + work.steps + config.buffer.max_staleness + 2 * config.sync.every

@@ -160,8 +160,11 @@ def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_pl
         (
             ["train", "eval.sampling.topp=0.9"],
             "eval.sampling: unknown key topp; did you mean top_p? choose one of temperature, "
-            "top_p, top_k, max_new_tokens",
+            "top_p, top_k, max_new_tokens, stop",
         ),
+        (["train", "rollout.stop=[a,1.5]"], "rollout.stop: 1.5 is neither a text of 1 to 1000"),
+        (["train", "rollout.stop=['']"], "rollout.stop: '' is neither a text of 1 to 1000"),
+        (["eval", "sampling.stop=[-1]"], "sampling.stop of evaluation: -1 is neither a text"),
         (["eval", "sampling.n=2"], "sampling: unknown key n; choose one of temperature, top_p"),
         (["eval", "sampling.top_p=0"], "sampling: top_p=0.0: must be more than 0 and at most 1"),
         (["eval", "sampling.top_k=some"], "sampling: top_k: Value 'some' of type 'str' could not"),

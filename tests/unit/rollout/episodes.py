@@ -61,8 +61,9 @@ def chat_prompt(tokenizer: Tokenizer, text: str = "Hi") -> Prompt:
 class Scripted:
     """A client whose servers answer with the texts of `script[sample_index]` in turn.
 
-    `seen` records (server, input tokens, answer tokens) of each request. The route of a token is
-    its id modulo 250.
+    A request that continues a text goes on with it, as after a token that may have completed a stop
+    text. `seen` records (server, input tokens, answer tokens) of each request. The route of a token
+    is its id modulo 250.
     """
 
     def __init__(self, tokenizer: Tokenizer, script: list[list[str]]):
@@ -72,14 +73,20 @@ class Scripted:
         self.version = 0
         self.dead: set[ServerInfo] = set()
         self.params: list[SamplingParams] = []
+        self._left: dict[tuple[int, ...], list[int]] = {}  # of a text, by all tokens before
 
     async def generate(self, server, input_ids, params, rid, cache_key) -> GenerationChunk:
         if server in self.dead:
             raise ServerFailed(server, "is dead")
         await asyncio.sleep(0)
-        text = self.script[int(rid.split("-")[2])].pop(0)
-        tokens = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_ids[0]]
+        tokens = self._left.pop(tuple(input_ids), None)
+        if tokens is None:
+            text = self.script[int(rid.split("-")[2])].pop(0)
+            tokens = self.tokenizer.encode(text, add_special_tokens=False)
+            tokens.append(self.tokenizer.eos_ids[0])
         end = next((i + 1 for i, token in enumerate(tokens) if token in params.stop_token_ids))
+        if end < len(tokens) and end <= params.max_new_tokens:
+            self._left[(*input_ids, *tokens[:end])] = tokens[end:]
         finish, tokens = (
             ("stop", tokens[:end])
             if end <= params.max_new_tokens

@@ -3,15 +3,20 @@
 tests/integration/test_chat.py runs the command.
 """
 
+import asyncio
 import io
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from areal_lite.config import DataConfig, TrainConfig, save_config
+from areal_lite.config import DataConfig, RolloutConfig, TrainConfig, save_config
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart.make_model import build_char_tokenizer
-from areal_lite.tools.chat import Conversation, _lines, _turns
+from areal_lite.servers.client import GenerationChunk
+from areal_lite.servers.fleet import Completion
+from areal_lite.tools.chat import Conversation, _answer, _lines, _turns
 from areal_lite.tools.commands import ChatConfig
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -95,3 +100,45 @@ def test_given_prompts_are_asked_each_by_itself(tmp_path):
     conversation = Conversation(tokenizer(tmp_path, TEMPLATE), ChatConfig(prompts=["a", "b"]))
     conversation.record("a", "1")
     assert asked(conversation, "b") == "<user>b<assistant>"
+
+
+def test_an_answer_ends_at_a_text(tmp_path, capsys):
+    """Its tokens come a few at a time, and the text may end in the middle of them."""
+    made = tokenizer(tmp_path, "")
+    rest = made.encode("one two three four", add_special_tokens=False)
+
+    class Servers:
+        async def open_session(self, rid):
+            return None
+
+        async def complete(self, session, tokens, params):
+            part = [rest.pop(0) for _ in range(params.max_new_tokens)]
+            chunk = GenerationChunk(
+                tokens=np.array(part, np.int32),
+                logprobs=np.zeros(len(part), np.float32),
+                versions=np.zeros(len(part), np.int32),
+                finish_reason="length",
+            )
+            return Completion([chunk], 1, "length")
+
+    conversation = Conversation(made, ChatConfig(stop=["o thr", "zzz"]))
+    servers: Any = Servers()
+    assert asyncio.run(_answer(servers, conversation, conversation.prompt("?"))) == "one two thr"
+    assert capsys.readouterr().out == "one two thr\n"
+
+
+def test_the_answers_of_a_run_end_as_in_the_run(tmp_path, monkeypatch):
+    tokenizer(tmp_path, TEMPLATE)
+    rollout = RolloutConfig(stop=["</a>", 7])
+    save_config(TrainConfig(model="m", run_dir=str(tmp_path), rollout=rollout), tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("one?\n"))
+    asked_with = []
+    monkeypatch.setattr(
+        "areal_lite.tools.chat.Conversation",
+        lambda _, config, prompt: asked_with.append(config.stop) or Conversation(_, config, prompt),
+    )
+    for own, expected in (([], ["</a>", 7]), (["x"], ["x"])):
+        config = ChatConfig(run_dir=str(tmp_path), prompts=["one?"], stop=own)
+        for turn in _turns(config, tmp_path, tmp_path):
+            turn.close()
+        assert asked_with.pop() == expected
