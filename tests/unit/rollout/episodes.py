@@ -80,8 +80,9 @@ class Scripted:
             raise ServerFailed(server, "is dead")
         await asyncio.sleep(0)
         tokens = self._left.pop(tuple(input_ids), None)
-        if tokens is None:
-            text = self.script[int(rid.split("-")[2])].pop(0)
+        texts = self.script[int(rid.split("-")[2])]
+        if tokens is None or (len(tokens) == 1 and texts):  # of the text before, only its end
+            text = texts.pop(0)
             tokens = self.tokenizer.encode(text, add_special_tokens=False)
             tokens.append(self.tokenizer.eos_ids[0])
         end = next((i + 1 for i, token in enumerate(tokens) if token in params.stop_token_ids))
