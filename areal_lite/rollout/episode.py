@@ -279,11 +279,11 @@ class Transcript:
         self, max_new_tokens: int | None, stop: Sequence[str]
     ) -> tuple[SamplingParams, set[int]]:
         """Return the parameters of a completion, and which of its stop tokens always end it."""
-        params, encode = self.episode.params, self.episode.tokenizer.encode
+        params, tokenizer = self.episode.params, self.episode.tokenizer
         texts, budget = (*params.stop, *stop), self.remaining_tokens
-        encoded = [encode(text, add_special_tokens=False) for text in texts]
+        encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         ends = {*params.stop_token_ids, *(ids[0] for ids in encoded if len(ids) == 1)}
-        may_end = ends.union(*map(self.episode.tokenizer.completing, texts))
+        may_end = ends.union(*(tokenizer.completing(text) for text in texts))
         params = replace(
             params,
             max_new_tokens=budget if max_new_tokens is None else min(max_new_tokens, budget),
