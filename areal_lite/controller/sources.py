@@ -191,13 +191,13 @@ class Quarantine:
         return True
 
 
-Playing = dict[str, tuple[float, "Source"]]
-"""The episodes in progress by name, the oldest first: when each began, and its source."""
+Playing = dict[int, tuple[str, float, "Source"]]
+"""The episodes in progress, the oldest first: name, begin, and source. Two may have one name."""
 
 
 def longest_wait(playing: Playing) -> str:
     """Name the episode that has been played longest, and where it waits; "" if it is young."""
-    for name, (began_at, source) in playing.items():
+    for name, began_at, source in playing.values():
         seconds = asyncio.get_running_loop().time() - began_at
         if seconds < _NAMED_AFTER_S:
             break
@@ -279,13 +279,13 @@ class Player:
         first, playing = episodes[0], self.dependencies.playing
         prompt = first.prompt.prompt_id
         name = f"{self.what} {first.group_id}, sample {first.sample_index}, prompt {prompt}"
-        playing[name] = asyncio.get_running_loop().time(), self.source
+        playing[id(first)] = name, asyncio.get_running_loop().time(), self.source
         try:
             results = await self._results(name, episodes)
         except TaskFailed as error:
             results = [error] * len(episodes)
         finally:
-            del playing[name]
+            del playing[id(first)]
         return await asyncio.gather(*map(self._finish, episodes, results))
 
     async def _results(

@@ -11,10 +11,11 @@ import pytest
 
 from areal_lite.config import TrainConfig
 from areal_lite.controller.dispatcher import Dispatcher
-from areal_lite.controller.sources import Dependencies
+from areal_lite.controller.sources import Dependencies, Player
 from areal_lite.data.prompts import Prompt
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store import Store, StoreThread
+from areal_lite.servers.client import SamplingParams
 from areal_lite.servers.fleet import Completion, Session
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.trajectory import Group, Trajectory
@@ -173,3 +174,28 @@ def test_every_submitted_group_ends_exactly_once(tmp_path, seed: int) -> None:
             assert "rollouts failed" in row["reason"]
     assert {t["server"] for t in store.trajectories()} == {SERVER.name}
     store.close()
+
+
+def test_two_evaluations_may_play_the_same_problem_at_a_time() -> None:
+    """The second begins while the first, after an earlier push, is not complete."""
+    rng = random.Random(0)
+    config = TrainConfig(model="m", run_dir="r")
+    parts = Dependencies(
+        sources=one_source(config, Prompts(), FakeRewards(rng)),
+        tokenizer=SimpleNamespace(eos_ids=(1,), vocab_size=98, decode=lambda tokens: "text"),
+        store=None,
+        clock=lambda: 0.0,
+        workflow=FakeWorkflow(rng),
+    )
+    params = SamplingParams(max_new_tokens=1, temperature=1.0, stop_token_ids=(1,))
+
+    async def evaluate(name: str) -> None:
+        player = Player(parts.sources[""], parts, FakeFleet(), Counter(), what="held-out problem")
+        for index in range(20):
+            await player.play(index, Prompts()[index], [f"{name}-{index}"], params)
+
+    async def both() -> None:
+        await asyncio.gather(evaluate("eval-1"), evaluate("eval-2"))
+
+    asyncio.run(both())
+    assert not parts.playing
