@@ -59,7 +59,8 @@ _ALL_TOKENS = "algo.reference=m algo.kl={coef:1e-6,into:reward}"
 _AREAL = (
     "+experiment=areal simulate.gpu=h800 simulate.length_mean=9600 simulate.length_spread=0.9 "
     "rollout.interrupt=retract server.args={disable_radix_cache:true} trainer.batch_groups=64 "
-    f"trainer.minibatches=1 {_ALL_TOKENS} simulate.steps=6 simulate.warm_up=8"
+    f"trainer.minibatches=1 {_ALL_TOKENS} simulate.steps=6 simulate.warm_up=8 "
+    "buffer.freshness=eager"
 )
 _SYNC = "buffer.max_staleness=0 rollout.interrupt=none simulate.warm_up=1"
 _OLMO = (
@@ -67,7 +68,8 @@ _OLMO = (
     "simulate.length_mean=14628 "
     "simulate.length_spread=0.9 rollout.max_new_tokens=32768 server.count=8 "
     "trainer.data_parallel=8 trainer.batch_groups=8 rollout.group_size=8 trainer.recompute=full "
-    "rollout.max_concurrent=256 buffer.max_staleness=8 simulate.steps=24 simulate.warm_up=10"
+    "rollout.max_concurrent=256 buffer.max_staleness=8 simulate.steps=24 simulate.warm_up=10 "
+    "buffer.freshness=eager"
 )
 
 

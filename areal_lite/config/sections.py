@@ -214,6 +214,12 @@ class BufferConfig:
         "Largest staleness of a token, in steps (eta). 0: generation and training take turns.",
         within=(0, MAX_COUNT),
     )
+    freshness: str = setting(
+        "auto",
+        "How far generation runs ahead within that bound: auto, as far as the trainer would wait "
+        "otherwise; eager, and with a window, always to the bound.",
+        choices=("auto", "eager"),
+    )
     overdue: str = setting(
         "mask",
         "What happens to staler tokens: mask them, or drop the group and ask its prompt again.",

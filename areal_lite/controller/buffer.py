@@ -23,6 +23,24 @@ Invariants, asserted in tests/unit/controller/test_admission.py:
 With eta = 0 only the groups of the coming step may start: synchronous training. docs/concepts.md
 has an example.
 
+**Freshness** (`buffer.freshness=auto`). Where the trainer is the slower side, eta would always be
+reached, and tokens would be as stale as it allows, for nothing. So admission runs ahead by G groups
+only, as many as keep the trainer from waiting. During step s, groups start while also
+
+    accepted + running < (s + 1) * B + G,     0 <= G <= eta * B
+
+At the end of the next step G groups are not used yet, of which r still run. The trainer does not
+wait if the other G - r are a batch, so G must be B + r. (With a rate of B groups per step, r is the
+rate times the latency that the step does not hide: Little's law.) r is learned. A larger one counts
+at once, and a smaller one by degrees, because a wait costs more than a step of staleness; after a
+wait it does not count, because groups caught up meanwhile. If the servers are the slower side, then
+less than a batch has finished, B + r > G, and G grows by what was missing until eta decides, as
+without. G is B at first, and eta * B if eta < 1.
+
+It only lowers the limit above, so no bound changes. The present batch is always within it, so the
+trainer waits for groups that were admitted. With a window, G is eta * B: a batch may wait for one
+old group although enough have finished, and would wait less if all had started earlier.
+
 A run that resumes after s steps has used s * B groups. These and the finished groups that wait
 count as accepted again (`recover`); groups that were in flight are lost and do not.
 
@@ -85,6 +103,9 @@ from areal_lite.routes import join_routes
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trajectory import Group, Trajectory, episode_reward
 
+# Steps in which two thirds of what is too much in `late` are forgotten.
+_FORGETS = 16
+
 
 @dataclass(slots=True, kw_only=True)
 class AdmissionGate:
@@ -92,22 +113,38 @@ class AdmissionGate:
 
     max_staleness: int | None  # the bound eta in steps; None for replay: generation never waits
     batch_groups: int  # per training step, B
+    fresh: bool = False  # whether groups start as late as the trainer allows
     steps: int | None = None  # of the run: no group starts that no step would use. None: no end
     version: int = 0  # the servers'
     step: int = 0  # completed training steps
     running: int = 0
     accepted: int = 0
     rejected: int = 0
+    late: float = 0.0  # groups that still run when a step ends: r, learned
+    awaited: bool = True  # whether the trainer has to wait for the batch of this step
+
+    @property
+    def lead(self) -> int | None:
+        """Return by how many groups admission may run ahead of the batch of this step: G."""
+        if self.max_staleness is None:
+            return None
+        most = self.max_staleness * self.batch_groups
+        if not self.fresh:
+            return most
+        # What is left of a larger r after enough steps is no group.
+        return min(self.batch_groups + math.ceil(self.late - 1 / _FORGETS), most)
 
     @property
     def capacity(self) -> float:
         """Return how many groups may start now."""
-        if self.max_staleness is None:
+        lead = self.lead
+        if self.max_staleness is None or lead is None:
             return math.inf
-        ahead = self.max_staleness + self.version + 1
+        ahead = (self.max_staleness + self.version + 1) * self.batch_groups
+        ahead = min(ahead, (self.step + 1) * self.batch_groups + lead)
         if self.steps is not None:
-            ahead = min(ahead, self.steps)
-        return ahead * self.batch_groups - self.accepted - self.running
+            ahead = min(ahead, self.steps * self.batch_groups)
+        return ahead - self.accepted - self.running
 
     def can_admit(self) -> bool:
         """Return whether a group may start now."""
@@ -144,7 +181,12 @@ class AdmissionGate:
     def on_step(self, step: int) -> None:
         """Record that `step` steps are complete."""
         assert step >= self.step, f"completed steps went back from {self.step} to {step}"
-        self.step = step
+        if step > self.step:
+            if self.running > self.late:
+                self.late = self.running
+            elif not self.awaited:
+                self.late += (self.running - self.late) / _FORGETS
+        self.step, self.awaited = step, self.accepted < (step + 1) * self.batch_groups
 
     def on_version(self, version: int) -> None:
         """Record that `version` steps are complete and that the servers have these weights."""

@@ -179,7 +179,10 @@ class Dispatcher:
         self._batch_groups = config.trainer.batch_groups
         bound = None if config.buffer.replay.capacity else config.max_lead
         self.admission = AdmissionGate(
-            max_staleness=bound, batch_groups=self._batch_groups, steps=config.trainer.steps
+            max_staleness=bound,
+            batch_groups=self._batch_groups,
+            fresh=config.buffer.freshness == "auto" and config.buffer.window is None,
+            steps=config.trainer.steps,
         )
         self._again: deque[_Submission] = deque()
         self._lost_prompts: set[int] = set()  # since a group that had a rollout
@@ -232,6 +235,7 @@ class Dispatcher:
         return {
             "in_flight": self.in_flight,
             "concurrency_limit": self.max_concurrent,
+            "admission_lead": self.admission.lead,
             **{name: self.counts[name] for name in COUNTS},
             "filtered_groups": self.filtered.total(),
             **{f"filtered_{reason}": groups for reason, groups in self.filtered.items()},

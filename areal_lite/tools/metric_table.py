@@ -85,6 +85,7 @@ GROUPS = {
         "queue_depth": "groups that are left in the queue after the batch was taken",
         "in_flight": "trajectories that are being generated",
         "concurrency_limit": "trajectories that may be generated at a time",
+        "admission_lead": "groups by which generation may run ahead of the batch",
         "empty_groups": "groups in which every rollout failed, since the controller started",
         "failed_rollouts": "rollouts without a trajectory, since the controller started",
         "workflow_failures": "rollouts whose workflow failed, since the controller started",

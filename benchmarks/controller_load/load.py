@@ -68,5 +68,6 @@ class Load:
         config.trainer.batch_groups = self.batch_groups
         config.trainer.steps = 10**6
         config.buffer.max_staleness = self.max_staleness
+        config.buffer.freshness = "eager"
         config.eval.problems = 0
         return config

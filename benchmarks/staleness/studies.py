@@ -80,6 +80,7 @@ class Cell:
             *COMMON.split(),
             *ARMS[self.arm].split(),
             f"buffer.max_staleness={self.lag}",
+            "buffer.freshness=eager",
             f"trainer.lr={self.lr:g}",
             f"trainer.minibatches={self.minibatches}",
             f"trainer.steps={self.steps}",

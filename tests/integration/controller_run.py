@@ -39,6 +39,7 @@ class Run:
             interrupt,
         )
         config.trainer.batch_groups, config.buffer.max_staleness = GROUPS, max_staleness
+        config.buffer.freshness = "eager"  # the tests know how many groups start
         config.eval.problems = 5
         for key, value in other.items():
             part, name = key.split("__")

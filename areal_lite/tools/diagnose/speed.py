@@ -63,8 +63,8 @@ def _in_flight(run: History) -> float:
 
 @finding(
     "Servers idle because the trainer is slow",
-    flag="waits below {busy_share:.0%}, a whole batch in the queue, and requests below "
-    "{in_flight_share:.0%} of the limit",
+    flag="waits below {busy_share:.0%}, a whole batch in the queue or generation slowed for it, "
+    "and requests below {in_flight_share:.0%} of the limit",
     cause="training is slower than generation",
     change="move devices from `server.count` to `trainer.data_parallel`, or raise "
     "`trainer.tokens_per_microbatch`",
@@ -74,12 +74,14 @@ def slow_trainer(run: History) -> Sign | None:
     wait, queue = run.share_of_time("wait_s"), run.middle("queue_depth")
     if run.takes_turns or wait is None or not len(queue):
         return None
-    full = np.median(queue) >= run.config.trainer.batch_groups
+    batch, lead = run.config.trainer.batch_groups, run.middle("admission_lead")
+    slowed = len(lead) > 0 and np.median(lead) < run.config.max_lead * batch
+    full = slowed or np.median(queue) >= batch
     if wait >= limit("busy_share") or not full or _in_flight(run) > limit("in_flight_share"):
         return None
     return hint(
         f"the trainer waits {wait:.1%} of the time, {np.median(queue):.0f} groups wait for it "
-        f"(a batch: {run.config.trainer.batch_groups}), and requests in flight are "
+        f"(a batch: {batch}), and requests in flight are "
         f"{_in_flight(run):.0%} of the limit"
     )
 

@@ -503,7 +503,7 @@ def _servers(state: RunState) -> str:
     if status.version + state.config.max_lead + 1 >= state.config.trainer.steps:
         reason = "no more are needed"
     else:
-        reason = "new ones would be too stale"
+        reason = "new ones would only get stale"
     return f"finish {status.requests} requests; {reason}" if status.requests else f"idle; {reason}"
 
 

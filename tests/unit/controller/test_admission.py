@@ -1,5 +1,10 @@
-"""Admission by maximum staleness."""
+"""Admission by maximum staleness, and no earlier than the trainer needs."""
 
+import heapq
+from collections.abc import Callable
+
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -54,15 +59,21 @@ class Run(RuleBasedStateMachine):
         every=st.integers(1, 8),
         batch=st.integers(1, 4),
         steps=st.none() | st.integers(1, 12),
+        fresh=st.booleans(),
     )
-    def begin(self, spare: int, every: int, batch: int, steps: int | None) -> None:
+    def begin(self, spare: int, every: int, batch: int, steps: int | None, fresh: bool) -> None:
         self.eta, self.every, self.batch, self.steps = every - 1 + spare, every, batch, steps
-        eta = self.eta
+        self.fresh = fresh
         self.step = 0
-        self.gate = AdmissionGate(max_staleness=eta, batch_groups=batch, steps=steps)
+        self.gate = self.new_gate()
         self.live: list[list] = []
         self.used = 0
         self.submitted = 0
+
+    def new_gate(self) -> AdmissionGate:
+        return AdmissionGate(
+            max_staleness=self.eta, batch_groups=self.batch, steps=self.steps, fresh=self.fresh
+        )
 
     def running(self) -> list[int]:
         return [i for i, (_, finished) in enumerate(self.live) if not finished]
@@ -122,7 +133,7 @@ class Run(RuleBasedStateMachine):
     @rule()
     def crash_and_recover(self) -> None:
         self.live = [group for group in self.live if group[1]]
-        self.gate = AdmissionGate(max_staleness=self.eta, batch_groups=self.batch, steps=self.steps)
+        self.gate = self.new_gate()
         self.gate.recover(self.step, self.step, len(self.live))
         self.submitted = self.used + len(self.live)
 
@@ -135,6 +146,7 @@ class Run(RuleBasedStateMachine):
         assert self.gate.waiting == len(self.finished())
         assert 0 <= self.step - self.gate.version < self.every
         assert self.used + len(self.live) <= (self.eta + self.gate.version + 1) * self.batch
+        assert 0 <= self.gate.lead <= self.eta * self.batch
 
     @invariant()
     def something_can_happen(self) -> None:
@@ -172,3 +184,79 @@ def test_a_run_of_failures_returns_all_capacity(eta: int, batch: int, failures: 
         gate.on_admitted(), gate.on_rejected()
         gate.on_admitted(), gate.on_accepted(), gate.on_revoked()
     assert gate.capacity == capacity and gate.rejected == 2 * failures
+
+
+def play(
+    gate: AdmissionGate, latency: Callable[[], float], steps: int, fixed: int | None = None
+) -> tuple[list[float], list[float]]:
+    """Train `steps` steps of one second, with groups that take latency() seconds.
+
+    `fixed`: the groups by which admission runs ahead, in place of what the gate learns. Returns how
+    long the trainer waited for each batch, and the mean lead of each batch's admissions, in steps.
+    """
+    now, running, waits, ages = 0.0, [], [], []
+    born: list[int] = []
+    for step in range(steps):
+        if step:
+            gate.on_version(step)
+        if fixed is not None:
+            gate.late = fixed - gate.batch_groups
+        while gate.can_admit():
+            gate.on_admitted()
+            heapq.heappush(running, (now + latency(), step))
+        asked = now
+        while gate.waiting < gate.batch_groups:
+            finished, version = heapq.heappop(running)
+            gate.on_accepted()
+            born.append(version)
+            now = max(now, finished)
+        waits.append(now - asked)
+        batch, born = born[: gate.batch_groups], born[gate.batch_groups :]
+        ages.append(float(np.mean([step - version for version in batch])))
+        now += 1.0
+        while running and running[0][0] <= now:
+            born.append(heapq.heappop(running)[1])
+            gate.on_accepted()
+    return waits, ages
+
+
+@given(st.floats(0.01, 3.9), st.integers(1, 5), st.integers(4, 7))
+def test_a_fresh_gate_finds_the_least_lead_at_which_the_trainer_does_not_wait(
+    latency: float, batch: int, eta: int
+) -> None:
+    def waits(fixed: int | None) -> float:
+        gate = AdmissionGate(max_staleness=eta, batch_groups=batch, fresh=True)
+        return sum(play(gate, lambda: latency, 40, fixed)[0][20:])
+
+    gate = AdmissionGate(max_staleness=eta, batch_groups=batch, fresh=True)
+    assert sum(play(gate, lambda: latency, 150)[0][20:]) == 0.0
+    least = next(lead for lead in range(batch, eta * batch + 1) if waits(lead) == 0.0)
+    assert gate.lead == least
+
+
+@pytest.mark.parametrize("tail", [0.3, 0.8, 1.3])
+@pytest.mark.parametrize("seed", range(3))
+def test_with_a_tail_of_latencies_fresh_groups_are_fresher_and_hardly_awaited(tail, seed) -> None:
+    found = {}
+    for fresh in (False, True):
+        draws = np.random.default_rng(seed)
+        gate = AdmissionGate(max_staleness=8, batch_groups=16, fresh=fresh)
+        waits, ages = play(gate, lambda draws=draws: 0.5 * draws.lognormal(0.0, tail), 400)
+        found[fresh] = np.mean(waits[50:]), np.mean(ages[50:])
+    assert found[True][0] < found[False][0] + 0.02
+    assert found[True][1] < 0.5 * found[False][1]
+
+
+def test_where_servers_are_slower_a_fresh_gate_becomes_an_eager_one() -> None:
+    """One group finishes at a time: a batch takes two seconds, and a step one."""
+    gates = [AdmissionGate(max_staleness=4, batch_groups=8, fresh=fresh) for fresh in (True, False)]
+    for gate in gates:
+        for step in range(12):
+            if step:
+                gate.on_version(step)
+            while gate.can_admit():
+                gate.on_admitted()
+            for _ in range(8):
+                gate.on_accepted()
+    assert gates[0].lead == gates[1].lead == 32
+    assert gates[0].running == gates[1].running

@@ -156,6 +156,12 @@ CASES: list[tuple[str, Severity, dict[str, Any], str]] = [
     ("slow_servers", HINT, {"wait_s": 6.0}, "waits 60%"),
     ("tight_staleness", HINT, {"wait_s": 5.0, "staleness_max": 4, "in_flight": 20}, "31%"),
     ("slow_trainer", HINT, {"wait_s": 0.01, "queue_depth": 90, "in_flight": 2}, "90 groups"),
+    (
+        "slow_trainer",
+        HINT,
+        {"wait_s": 0.01, "queue_depth": 3, "in_flight": 2, "admission_lead": 1},
+        "3 groups",
+    ),
     ("long_pauses", HINT, {"pause_s": 3.0}, "30% of the time"),
     ("stragglers", HINT, {"straggler_wait_s": 3.0}, "wait 30% of the time"),
     ("overdue_tokens", HINT, {"masked_tokens": 1280}, "20% of the tokens"),

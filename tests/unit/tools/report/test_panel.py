@@ -442,7 +442,7 @@ def test_what_a_step_does_not_have_is_unknown():
         (
             {"trainer": TrainerPhase.TRAINING, "capacity": 0},
             "trains on step 8",
-            "finish 15 requests; new ones would be too stale",
+            "finish 15 requests; new ones would only get stale",
         ),
         (
             {"trainer": TrainerPhase.TRAINING, "capacity": 0, "version": 15, "step": 15},
@@ -452,7 +452,7 @@ def test_what_a_step_does_not_have_is_unknown():
         (
             {"trainer": TrainerPhase.TRAINING, "capacity": 0, "requests": 0, "version": 6},
             "trains on step 8",
-            "idle; new ones would be too stale",
+            "idle; new ones would only get stale",
         ),
         (
             {"trainer": TrainerPhase.TRAINING, "capacity": None, "requests": 0},
