@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from areal_lite.config import ServerConfig, TrainerConfig
 from areal_lite.data.tokenizer import Message, Tokenizer
 from areal_lite.launch.server_pool import ServerProcess
+from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.servers.client import GenerationChunk, SamplingParams, SGLangClient
 from areal_lite.system.network import free_port
@@ -128,6 +129,7 @@ def test_log_probs_are_those_of_transformers_and_of_the_trainer(
     batch = TrainBatch.from_trajectories(trajectories)
     policy = Policy(TrainerConfig(), model, seed=1)
     trained = policy.logprobs(policy.microbatches(batch))[torch.from_numpy(batch.loss_mask)]
+    shutdown()  # other tests of this process begin with process groups of their own
     sampled = torch.from_numpy(batch.behavior_logprobs[batch.loss_mask])
     wanted = torch.cat(expected)
     assert len(wanted) > TOKENS and wanted.mean() < -0.1, "the answers are long and uncertain"

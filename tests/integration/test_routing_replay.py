@@ -17,6 +17,7 @@ from areal_lite.config import ServerConfig, TrainerConfig
 from areal_lite.data.model_folder import expert_layout
 from areal_lite.launch.server_pool import ServerProcess
 from areal_lite.megatron.model import changed_share
+from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.routes import is_recorded, unrecorded
 from areal_lite.run_dir.reader import RunReader
@@ -129,7 +130,9 @@ async def interrupted(
         ]
         running = 0
         while running < len(prompts) // 2:
-            (load,) = json.loads(await client._get(server.info, "/v1/loads?include=core"))["loads"]
+            (load,) = (await client._get(server.info, "/v1/loads?include=core", json.loads))[
+                "loads"
+            ]
             running = load["num_running_reqs"]
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.5)
@@ -174,6 +177,7 @@ def test_replayed_log_probs_are_the_servers(server, models, mode) -> None:
     assert changed_share(policy.chunks) > 0.1
     # The weights are the same. Only the experts that rounding chooses differ.
     assert distance(replace(batch, routes=None)).max() > 0.1
+    shutdown()  # other tests of this process begin with process groups of their own
 
 
 def areal_lite(*arguments: str) -> None:
