@@ -117,7 +117,7 @@ class RestartConfig:
 
 @dataclass
 class Sampling:
-    """How completions are sampled."""
+    """Sampling of completions."""
 
     temperature: float = setting(1.0, "Sampling temperature. 0: greedy.", within=(0, 100))
     top_p: float = setting(

@@ -103,7 +103,7 @@ from areal_lite.routes import join_routes
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trajectory import Group, Trajectory, episode_reward
 
-# Steps in which two thirds of what is too much in `late` are forgotten.
+# Steps in which two thirds of an excess in `late` are forgotten.
 _FORGETS = 16
 
 
@@ -131,7 +131,7 @@ class AdmissionGate:
         most = self.max_staleness * self.batch_groups
         if not self.fresh:
             return most
-        # What is left of a larger r after enough steps is no group.
+        # The last fraction of a forgotten r counts for no group.
         return min(self.batch_groups + math.ceil(self.late - 1 / _FORGETS), most)
 
     @property

@@ -69,7 +69,7 @@ def sampling_params(
     """Return the parameters of completions, in training or to evaluate. Raises ValueError."""
     ids = [item for item in sampling.stop if isinstance(item, int)]
     if (largest := max(ids, default=0)) >= tokenizer.vocab_size:
-        raise ValueError(f"stop={largest} is no token id: the model has {tokenizer.vocab_size}")
+        raise ValueError(f"stop={largest} is not a token id: the model has {tokenizer.vocab_size}")
     return SamplingParams(
         sampling.max_new_tokens,
         sampling.temperature,

@@ -226,7 +226,7 @@ def patience_s(config: TrainConfig) -> float:
     """Return how long to wait for the controller.
 
     Its answer may wait for a server to start, for an episode to reach its limit, and for another
-    controller in place of one that hangs.
+    controller to replace a hanging one.
     """
     waits = config.server.start_timeout_s, config.rollout.episode_timeout_s
     return sum(waits) + config.restart.hang_timeout_s

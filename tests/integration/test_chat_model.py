@@ -61,7 +61,7 @@ def prompts(model: Path) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def served(model, prompts, tmp_path_factory) -> list[list[GenerationChunk]]:
-    """What a server answers to each prompt: greedy, and then twice sampled."""
+    """Answer each prompt with a server: greedy, and then with two samples."""
     log = tmp_path_factory.mktemp("chat-model") / "server.log"
     server = ServerProcess(
         ServerConfig(), str(model), name="chat", port=free_port(), seed=1, log_path=log

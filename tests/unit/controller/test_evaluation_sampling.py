@@ -1,4 +1,4 @@
-"""How an evaluation samples: as training does, except for its own settings."""
+"""Evaluations sample as training does, except for their own settings."""
 
 import asyncio
 from collections import Counter

@@ -229,5 +229,5 @@ def test_settings_become_texts_and_token_ids(tokenizers) -> None:
     tokenizer = tokenizers["bytes"]
     params = sampling_params(Sampling(stop=["</a>", 7, "é"]), tokenizer)
     assert params.stop == ("</a>", "é") and params.stop_token_ids == (EOS, 7)
-    with pytest.raises(ValueError, match="stop=98 is no token id: the model has 98"):
+    with pytest.raises(ValueError, match="stop=98 is not a token id: the model has 98"):
         sampling_params(Sampling(stop=[98]), tokenizer)
