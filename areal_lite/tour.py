@@ -244,7 +244,7 @@ def run(schedule: Schedule, seed: int = 1) -> Outcome:
     gate = AdmissionGate(
         max_staleness=schedule.max_staleness, batch_groups=BATCH_GROUPS, steps=STEPS
     )
-    queue = GroupQueue(schedule.max_staleness, "mask")
+    queue = GroupQueue(schedule.max_staleness)
     finished: defaultdict[int, list[Trajectory]] = defaultdict(list)
     groups, version, batch, ready_at = 0, 0, None, 0
     while version < STEPS:

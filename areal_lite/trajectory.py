@@ -64,8 +64,7 @@ class GroupState(StrEnum):
     FINISHED = "finished"  # it has trajectories with rewards, and waits for the trainer
     USED = "used"  # a training step has used it
     FILTERED = "filtered"  # it finished, and a filter found nothing to learn in it
-    # Every rollout failed, it became too stale, or a resume discarded it: its prompt comes again.
-    DROPPED = "dropped"
+    DROPPED = "dropped"  # every rollout failed, or a resume discarded it: its prompt comes again
 
 
 class InterruptMode(StrEnum):
@@ -205,10 +204,3 @@ class Group:
     def rewards(self) -> list[float]:
         """Return the `episode_reward` of each episode."""
         return [episode_reward(traces) for traces in self.episodes]
-
-    @property
-    def oldest_version(self) -> int:
-        """Return the lowest version of a sampled token; -1 if nothing was sampled."""
-        sampled = [t.versions[t.loss_mask.astype(bool)] for t in self.trajectories]
-        sampled = [v for v in sampled if len(v)]
-        return int(min(v.min() for v in sampled)) if sampled else -1

@@ -1,12 +1,12 @@
-"""Measure what is trained on when answers have a long tail: drop, mask and window.
+"""Measure what is trained on when answers have a long tail: mask and window.
 
     python benchmarks/stragglers.py    # a minute on one core
 
 Admission and queue are those of the controller (controller/admission.py, controller/queue.py).
 Generation and training are modelled, not run: every running trajectory gets a token in each unit of
 time, a step takes `STEP_TIME` units, and a push takes none. Each prompt has a typical length, and
-these are log-normal, so a prompt that is asked again is as long as before. Every arm has the same
-prompts and lengths. The first `WARM_UP` steps are not counted.
+these are log-normal. Every arm has the same prompts and lengths. The first `WARM_UP` steps are not
+counted.
 
 Writes <out>/stragglers.json, one record per arm, and <out>/stragglers.png.
 """
@@ -14,7 +14,6 @@ Writes <out>/stragglers.json, one record per arm, and <out>/stragglers.png.
 import argparse
 import heapq
 import json
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,8 +33,7 @@ MEDIAN, SPREAD, WITHIN, LONGEST = 48, 0.9, 0.2, 640
 WARM_UP = 20
 SAMPLED_PROMPTS = 5000
 ARMS = {
-    "drop": {"max_staleness": 4, "overdue": "drop"},
-    "mask": {"max_staleness": 4, "overdue": "mask"},
+    "mask": {"max_staleness": 4},
     "window 32": {"max_staleness": 4, "window": 2 * BATCH},
     "window 96": {"max_staleness": 8, "window": 6 * BATCH},
 }
@@ -47,7 +45,7 @@ class Totals:
     """The sampled and trained lengths of a run, and its waits; arrays are by trajectory length.
 
     Args:
-        sampled: tokens of the groups that left the queue, for a batch or because they were dropped.
+        sampled: tokens of the groups that left the queue.
         trained: those that entered the loss.
         trajectories: trajectories that were trained on.
         ages: tokens in the loss by staleness, in steps.
@@ -74,14 +72,13 @@ class Run:
             trainer=TrainerConfig(batch_groups=BATCH),
         )
         buffer = config.buffer
-        self.queue = GroupQueue(buffer.max_staleness, buffer.overdue, buffer.window)
+        self.queue = GroupQueue(buffer.max_staleness, buffer.window)
         self.gate = AdmissionGate(max_staleness=config.max_lead, batch_groups=BATCH)
         self.bound, self.steps, self.seed = buffer.max_staleness, steps, seed
-        self.again: deque[int] = deque()
-        self.next_prompt = self.next_id = 0
+        self.next_id = 0  # of a group, and the number of its prompt
         self.pushes = [0.0]  # the time of each version
         self.ends: list[tuple[float, int]] = []
-        self.groups: dict[int, tuple[float, int, np.ndarray]] = {}
+        self.groups: dict[int, tuple[float, np.ndarray]] = {}
         self.totals = self.nothing()
 
     def nothing(self) -> Totals:
@@ -118,10 +115,8 @@ class Run:
     def submit(self, now: float) -> None:
         """Start groups while admission and concurrency allow it."""
         while self.gate.can_admit() and (len(self.groups) + 1) * GROUP_SIZE <= CONCURRENT:
-            prompt = self.again.popleft() if self.again else self.next_prompt
-            self.next_prompt = max(self.next_prompt, prompt + 1)
-            lengths = prompt_lengths(self.seed, prompt)
-            self.groups[self.next_id] = (now, prompt, lengths)
+            lengths = prompt_lengths(self.seed, self.next_id)
+            self.groups[self.next_id] = (now, lengths)
             heapq.heappush(self.ends, (now + float(lengths.max()), self.next_id))
             self.gate.on_admitted()
             self.next_id += 1
@@ -129,7 +124,7 @@ class Run:
     def end_group(self) -> float:
         """Queue the group that ends next, with the versions that sampled it; return the time."""
         now, group_id = heapq.heappop(self.ends)
-        start, prompt, lengths = self.groups.pop(group_id)
+        start, lengths = self.groups.pop(group_id)
         trajectories = []
         for sample_index, length in enumerate(lengths.tolist()):
             times = start + np.arange(length)
@@ -139,10 +134,9 @@ class Run:
         self.queue.put(
             Group(
                 group_id=group_id,
-                prompt_id=str(prompt),
+                prompt_id=str(group_id),
                 size=GROUP_SIZE,
                 trajectories=trajectories,
-                prompt_index=prompt,
             )
         )
         return now
@@ -150,10 +144,6 @@ class Run:
     def train(self) -> bool:
         """Take the batch of the next step, if there is one, and count what it trains on."""
         step = self.gate.step
-        for group in self.queue.drop_overdue(step):
-            self.count_sampled(group)
-            self.again.append(group.prompt_index)
-            self.gate.on_revoked()
         batch = self.queue.take(BATCH, step, 1, self.oldest_running())
         if batch is None:
             return False

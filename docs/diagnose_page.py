@@ -47,7 +47,7 @@ METRICS = {
     "slow_trainer": "wait_s train_s queue_depth in_flight",
     "long_pauses": "pause_s push_s total_s megabytes drained drain_s",
     "stragglers": "straggler_wait_s passed_groups length_max",
-    "overdue_tokens": "masked_tokens masked_overdue dropped_groups",
+    "overdue_tokens": "masked_tokens masked_overdue",
     "busy_controller": "loop_lag_p99_s",
 }
 
@@ -58,7 +58,6 @@ HEALTHY = {
     "staleness_max": "at most `buffer.max_staleness`",
     "masked_tokens": "below 2 % of tokens",
     "passed_groups": "at most `buffer.window`",
-    "dropped_groups": "0",
     "server_lag": "0 to `sync.every` - 1, in turn",
     "grad_norm": "steady; at most a few steps above `trainer.clip_grad`",
     "skipped": "0",

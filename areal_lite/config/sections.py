@@ -211,7 +211,8 @@ class BufferConfig:
 
     max_staleness: int = setting(
         4,
-        "Largest staleness of a token, in steps (eta). 0: generation and training take turns.",
+        "Largest staleness of a token, in steps (eta). Staler ones are masked. 0: generation and "
+        "training take turns.",
         within=(0, MAX_COUNT),
     )
     freshness: str = setting(
@@ -219,11 +220,6 @@ class BufferConfig:
         "How far generation runs ahead within that bound: auto, as far as the trainer would wait "
         "otherwise; eager, and with a window, always to the bound.",
         choices=("auto", "eager"),
-    )
-    overdue: str = setting(
-        "mask",
-        "What happens to staler tokens: mask them, or drop the group and ask its prompt again.",
-        choices=("mask", "drop"),
     )
     window: int | None = setting(
         None,

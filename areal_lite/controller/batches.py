@@ -123,7 +123,7 @@ class Batches:
         if buffer.replay.capacity:
             self.queue = ReplayBuffer(buffer.replay, rollout.group_size, self.config.seed)
         else:
-            self.queue = GroupQueue(buffer.max_staleness, buffer.overdue, buffer.window)
+            self.queue = GroupQueue(buffer.max_staleness, buffer.window)
 
     def recover(self, store: Store, step: int, handover: Handover) -> None:
         """Resume after `step` steps with the finished groups of `store`."""
@@ -217,7 +217,7 @@ class Batches:
         while step >= self.step:
             changed = self._changed
             if step == self.step:
-                if batch := await self._take(step, world):
+                if batch := self._take(step, world):
                     if batch.has_routes:
                         await asyncio.to_thread(batch.join_routes)
                     await asyncio.sleep(0)  # others may run before the batch is described
@@ -229,8 +229,8 @@ class Batches:
             await changed.wait()
         raise ValueError(f"{self.step} steps are complete, but step {step} never got its batch")
 
-    async def _take(self, step: int, world: int) -> BatchAssignment | None:
-        """Drop overdue groups, then take a batch; None while there are too few groups.
+    def _take(self, step: int, world: int) -> BatchAssignment | None:
+        """Take a batch; None while there are too few groups.
 
         A resumed run may have a whole batch while no server is ready. It is not taken then if an
         evaluation needs a server before the next push: with `server.deterministic`, and at step 0
@@ -243,8 +243,6 @@ class Batches:
         starts_over = step == 0 and bool(self.fleet.taken_over)
         if (starts_over or self.config.server.deterministic) and not self.fleet.router.ready:
             return None
-        for group in self.queue.drop_overdue(step):
-            await self.dispatcher.drop(group, f"overdue at step {step}")
         count = self.config.trainer.batch_groups
         if len(self.queue) < count:
             return None  # before the scan of what runs: this is called for each delivered group

@@ -13,8 +13,8 @@ steps need the batches v to v + N - 1: eta must be at least N - 1.
 
 Invariants, asserted in tests/unit/controller/test_admission.py:
 
-* submitted = running + accepted + rejected: a group that is filtered, fails or is dropped is
-  rejected, and returns its capacity to the next prompt. Otherwise admission would stop one day.
+* submitted = running + accepted + rejected: a group that is filtered or fails is rejected, and
+  returns its capacity to the next prompt. Otherwise admission would stop one day.
 * The n-th group (n from 0) is used at step floor(n / B) if groups are used in order. It was
   admitted at a version v with n + 1 <= (eta + v + 1) * B, so floor(n / B) - v <= eta, and its
   tokens are of version v or newer. A group that younger groups overtake can exceed eta, hence the
@@ -49,12 +49,9 @@ count as accepted again (`recover`); groups that were in flight are lost and do 
 groups pass it, so it may exceed `max_staleness`. The hard bound is therefore applied when the
 trainer takes a batch. At step s a token is overdue if its version is below s - max_staleness.
 
-* `buffer.overdue=mask`: an overdue token leaves the loss and its denominator; the rest of its
-  sequence stays. `buffer.overdue=drop`: a group with an overdue token leaves the queue, and its
-  prompt is drawn again.
+* An overdue token leaves the loss and its denominator; the rest of its sequence stays.
 * `buffer.window` = W: at most W groups pass a group that still runs. Then the batch waits for it.
-  No token is ever overdue, so nothing is masked or dropped, and long groups are used as often as
-  short ones.
+  No token is ever overdue, so nothing is masked, and long groups are used as often as short ones.
 
 The bound with a window. Let group g start at version v. Then
 
@@ -172,12 +169,6 @@ class AdmissionGate:
         self.running -= 1
         self.rejected += 1
 
-    def on_revoked(self) -> None:
-        """Count an accepted group that was dropped before use; its capacity is free again."""
-        assert self.accepted > 0, "revoked a group that was not accepted"
-        self.accepted -= 1
-        self.rejected += 1
-
     def on_step(self, step: int) -> None:
         """Record that `step` steps are complete."""
         assert step >= self.step, f"completed steps went back from {self.step} to {step}"
@@ -235,10 +226,9 @@ class BatchAssignment:
 class GroupQueue:
     """Finished groups in the order of admission."""
 
-    def __init__(self, max_staleness: int | None, overdue: str, window: int | None = None):
+    def __init__(self, max_staleness: int | None, window: int | None = None):
         """Make an empty queue with these settings of `buffer`; None means no limit."""
         self._max_staleness = _NO_BOUND if max_staleness is None else max_staleness
-        self._overdue = overdue
         self._window = window
         self._groups: list[Group] = []
         # Ids of taken groups that are younger than the oldest running one, ascending.
@@ -251,15 +241,6 @@ class GroupQueue:
         """Add a finished group."""
         assert group.trajectories, "an empty group cannot be trained on"
         bisect.insort(self._groups, group, key=lambda g: g.group_id)
-
-    def drop_overdue(self, version: int) -> list[Group]:
-        """Remove and return the groups with an overdue token; none in mode `mask`."""
-        if self._overdue == "mask":
-            return []
-        oldest = version - self._max_staleness
-        dropped = [group for group in self._groups if group.oldest_version < oldest]
-        self._groups = [group for group in self._groups if group.oldest_version >= oldest]
-        return dropped
 
     def num_passing(self, count: int, oldest_running: int | None) -> int:
         """Return how many groups have passed `oldest_running` when `count` more are taken."""
@@ -279,9 +260,8 @@ class GroupQueue:
     ) -> BatchAssignment | None:
         """Take the oldest `count` groups; None while there are fewer, or while they may not pass.
 
-        Call `drop_overdue` first. `version` is the trainer's at the start of the step, and
-        `oldest_running` the `group_id` of the oldest group that is being generated. Raises
-        ValueError if the shards cannot be equal.
+        `version` is the trainer's at the start of the step, and `oldest_running` the `group_id` of
+        the oldest group that is being generated. Raises ValueError if the shards cannot be equal.
         """
         if len(self._groups) < count or self.held_back(count, oldest_running):
             return None
@@ -350,7 +330,7 @@ class ReplayBuffer(GroupQueue):
     """A queue that draws batches. `len` is the number of prompts that can be drawn."""
 
     def __init__(self, config: ReplayConfig, group_size: int, seed: int):
-        super().__init__(None, "mask")
+        super().__init__(None)
         self._config = config
         self._group_size = group_size
         self._seed = seed

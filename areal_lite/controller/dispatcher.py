@@ -118,7 +118,7 @@ _MIN_FILTERED_LIMIT = 500
 
 FAILURE_COUNTS = ("workflow_failures", "reward_failures")
 """Counts that the rows of the store do not show. The controller saves them there."""
-COUNTS = ("dropped_groups", "empty_groups", "failed_rollouts", *FAILURE_COUNTS)
+COUNTS = ("empty_groups", "failed_rollouts", *FAILURE_COUNTS)
 
 
 def _sampling(source: Source, dependencies: Dependencies) -> SamplingParams:
@@ -254,12 +254,6 @@ class Dispatcher:
         """Record the servers' new version, which opens admission."""
         self.admission.on_version(version)
         self._wake.set()
-
-    async def drop(self, group: Group, reason: str) -> None:
-        """Drop a finished group before use; its prompt is drawn again."""
-        self.counts["dropped_groups"] += 1
-        await self._drop(group.group_id, group.prompt_index, reason)
-        self.admission.on_revoked()
 
     def _may_submit(self) -> bool:
         group_size = self._config.rollout.group_size

@@ -83,14 +83,13 @@ class RunReader(StoreFile):
     def failures(self) -> dict[str, int]:
         """Count, over the whole run, the groups and rollouts that ended without use."""
         query = """
-            SELECT coalesce(sum(reason LIKE 'overdue%'), 0),
-                   coalesce(sum(reason LIKE 'empty:%'), 0),
+            SELECT coalesce(sum(reason LIKE 'empty:%'), 0),
                    coalesce(sum(CASE WHEN reason LIKE 'empty:%' THEN size
                                      WHEN num_trajectories IS NOT NULL THEN size - episodes END), 0)
             FROM groups LEFT JOIN (SELECT group_id, count(*) AS episodes FROM trajectories
                                    WHERE trace_index = 0 GROUP BY group_id) USING (group_id)
         """
-        names = ("dropped_groups", "empty_groups", "failed_rollouts")
+        names = ("empty_groups", "failed_rollouts")
         return dict(zip(names, next(self._query(query))))
 
     def groups(self) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,6 @@ GROUPS = {
         "interrupted_share": "share of trajectories that several versions sampled",
         "masked_tokens": "sampled tokens that are too stale to train on",
         "passed_groups": "used groups that are younger than the oldest group that still runs",
-        "dropped_groups": "groups dropped as too stale, since the controller started",
         "masked_overdue": "tokens left out because they are too stale",
         "stale_square": "mean squared log-ratio of older tokens, minus `mismatch_square`",
         "server_lag": "steps from the weights of the servers to those of the trainer, at its start",

@@ -156,7 +156,7 @@ class StoredRunController:
 
     def _taken(self, step: int, world: int) -> BatchAssignment:
         """Take the groups of a step from a queue, as its run did."""
-        queue = GroupQueue(self._max_staleness, "mask")
+        queue = GroupQueue(self._max_staleness)
         groups = self._groups(step)
         for group in groups:
             queue.put(group)

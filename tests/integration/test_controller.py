@@ -284,31 +284,6 @@ def test_several_eval_sets_and_pass_at_k(run, tmp_path) -> None:
         assert facts["versions"] == [0] and facts["failures"] == 0
 
 
-def test_overdue_groups_are_dropped_and_their_prompts_come_again(run) -> None:
-    r = run(max_staleness=0, buffer__overdue="drop")
-    r.start_server()
-    client = r.start_controller()
-    client.batch(0, 0, 1)
-    push(client, 1, "in_place")
-    deadline = time.monotonic() + 10
-    while r.store().counts()["finished"] < GROUPS and time.monotonic() < deadline:
-        time.sleep(0.02)
-    push(client, 2, "in_place")  # a version that the waiting groups of step 1 are too old for
-    _, info = client.batch(2, 0, 1)
-    assert info["staleness_max"] == 0 and info["dropped_groups"] == GROUPS
-    while len(groups := list(r.store().groups())) < 4 * GROUPS and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert {t["prompt_index"] for t in groups if t["state"] == "dropped"} == set(
-        range(GROUPS, 2 * GROUPS)
-    )
-    others = [t["prompt_index"] for t in groups if t["state"] != "dropped"]
-    assert sorted(others) == list(
-        range(3 * GROUPS)
-    )  # each prompt once, the dropped ones as a new group
-    totals = client.finish()
-    assert totals["trajectories_lost"] == 0 and totals["dropped_groups"] == GROUPS
-
-
 def test_a_reward_that_always_fails_ends_the_run_with_its_reason(run) -> None:
     r = run(reward__function="operator:truediv")
     r.start_server()

@@ -72,9 +72,7 @@ class StepSums:
             {no_bound if records.replays else s["buffer.max_staleness"] for s in starts}
         )
         # Whether a token that is overdue can be in a batch, where it is masked.
-        self._may_mask = any(
-            s["buffer.overdue"] == "mask" and s["buffer.window"] is None for s in starts
-        )
+        self._may_mask = any(s["buffer.window"] is None for s in starts)
         # The newest version that the servers can have had at each step.
         lags = {m.get("step"): m.get("server_lag", 0) for m in records.metrics}
         newest = [step - lags.get(step + 1, 0) for step in range(steps)]

@@ -20,7 +20,7 @@ from areal_lite.tools.store_columns import ColumnReader
 Settings = dict[str, Any]
 """The settings of one start that the audit needs, by their keys."""
 
-_KEYS = ("trainer.batch_groups", "buffer.max_staleness", "buffer.overdue", "buffer.window")
+_KEYS = ("trainer.batch_groups", "buffer.max_staleness", "buffer.window")
 _KEYS += ("buffer.replay.capacity", "rollout.retire_above", "rollout.rest_unsolved", "sync.every")
 _KEYS += ("eval.problems", "eval.every", "seed", "data.sources")
 # Ids that a line names, at most.

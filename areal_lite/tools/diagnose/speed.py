@@ -122,21 +122,18 @@ def stragglers(run: History) -> Sign | None:
 
 @finding(
     "Many tokens are too stale to train on",
-    flag="above {overdue_share:.0%} of the tokens masked, or of the groups dropped",
+    flag="above {overdue_share:.0%} of the tokens masked",
     cause="trajectories last longer than the staleness bound allows",
     change="raise `buffer.max_staleness`, or lower `rollout.max_concurrent` or "
     "`rollout.max_new_tokens`",
 )
 def overdue_tokens(run: History) -> Sign | None:
     tokens, masked = np.nansum(run.values("tokens")), np.nansum(run.values("masked_tokens"))
-    dropped = run.count("dropped_groups")
-    groups = dropped + len(run.metrics) * run.config.trainer.batch_groups
-    share = max(masked / max(tokens, 1.0), dropped / max(groups, 1))
+    share = masked / max(tokens, 1.0)
     if len(run.metrics) < limit("least_steps") or share <= limit("overdue_share"):
         return None
     return hint(
-        f"{masked / max(tokens, 1.0):.0%} of the tokens masked, {dropped} groups dropped; "
-        f"buffer.max_staleness={run.config.buffer.max_staleness}"
+        f"{share:.0%} of the tokens masked; buffer.max_staleness={run.config.buffer.max_staleness}"
     )
 
 

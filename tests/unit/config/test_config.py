@@ -137,7 +137,7 @@ def test_every_recipe_cites_its_paper_and_the_code_it_was_read_from(preset):
         ("eval.sets=[one/aime,other/aime]", "two have the same name"),
         ("logger.wandb=sometimes", "logger.wandb=sometimes: choose one of off, offline, online"),
         ("trainer.lr_schedule=sawtooth", "trainer.lr_schedule=sawtooth: choose one of constant"),
-        ("buffer.overdue=keep", "buffer.overdue=keep: choose one of mask, drop"),
+        ("buffer.freshness=never", "buffer.freshness=never: choose one of auto, eager"),
         ("trainer.lr=nan", "trainer.lr=nan: must be more than 0"),
         ("server.port=70000", "server.port=70000: must be at least 0 and at most 65535"),
         ("trainer.lr", "trainer.lr has no value: write trainer.lr=…"),

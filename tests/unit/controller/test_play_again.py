@@ -85,7 +85,7 @@ class World:
 
     async def train(self, start: int, kill_after_s: float | None) -> bool:
         """Train from the checkpoint `start`; return False if it was killed before the end."""
-        store, queue = Store(self.path), GroupQueue(0, "mask")
+        store, queue = Store(self.path), GroupQueue(0)
         arrived = asyncio.Event()
 
         def deliver(group: Group) -> None:
@@ -237,7 +237,7 @@ def test_a_deterministic_run_has_a_server_before_it_trains_on_a_waiting_batch(
             pull = batches.pull(PullBatch(step=0, rank=0, world=1, resyncs=0))
             assert await asyncio.wait_for(pull, 5) == (Resync(), ())
             router.ready = {"s0"}
-        assignment = await batches._take(0, 1)
+        assignment = batches._take(0, 1)
         assert assignment and assignment.group_ids == [0, 1]
 
     asyncio.run(run())

@@ -42,7 +42,7 @@ def group(
 
 @given(st.permutations(range(8)), st.integers(1, 8))
 def test_oldest_first_whatever_the_order_of_arrival(order: list[int], count: int) -> None:
-    queue = GroupQueue(4, "mask")
+    queue = GroupQueue(4)
     for i in order:
         queue.put(group(i, [0, 0]))
     assert queue.take(count + 8, 0, 1) is None and len(queue) == 8
@@ -51,10 +51,9 @@ def test_oldest_first_whatever_the_order_of_arrival(order: list[int], count: int
 
 
 def test_mask_hides_only_overdue_sampled_tokens_and_only_in_the_batch() -> None:
-    queue = GroupQueue(2, "mask")
+    queue = GroupQueue(2)
     first = group(0, [0, 0, 1, 2], [3, 3])
     queue.put(first)
-    assert queue.drop_overdue(4) == []
     deal = queue.take(1, 4, 1)
     (shard,) = deal.shards
     assert deal.masked_tokens == 3
@@ -68,24 +67,14 @@ def test_mask_hides_only_overdue_sampled_tokens_and_only_in_the_batch() -> None:
     assert first.trajectories[0].loss_mask.tolist() == [False, False, True, True, True, True]
 
 
-def test_drop_takes_out_overdue_groups() -> None:
-    queue = GroupQueue(1, "drop")
-    for g in (group(0, [0] * 5, [2]), group(1, [1] * 3), group(2, [2, 3]), group(3, [0])):
-        queue.put(g)
-    assert [g.group_id for g in queue.drop_overdue(2)] == [0, 3]
-    deal = queue.take(2, 2, 2)
-    assert [g.group_id for g in deal.groups] == [1, 2] and deal.masked_tokens == 0
-
-
 def test_nothing_at_the_bound_is_overdue() -> None:
-    for overdue in ("mask", "drop"):
-        queue = GroupQueue(2, overdue)
-        queue.put(group(0, [3, 4]))
-        assert queue.drop_overdue(5) == [] and queue.take(1, 5, 1).masked_tokens == 0
+    queue = GroupQueue(2)
+    queue.put(group(0, [3, 4]))
+    assert queue.take(1, 5, 1).masked_tokens == 0
 
 
 def test_shards_hold_all_groups() -> None:
-    queue = GroupQueue(0, "mask")
+    queue = GroupQueue(0)
     for i in range(6):
         queue.put(group(i, [0] * (i + 1), [0]))
     deal = queue.take(6, 0, 3)
@@ -96,7 +85,7 @@ def test_shards_hold_all_groups() -> None:
 
 
 def test_an_unequal_deal_is_refused_and_loses_nothing() -> None:
-    queue = GroupQueue(0, "mask")
+    queue = GroupQueue(0)
     for i in range(3):
         queue.put(group(i, [0]))
     with pytest.raises(ValueError, match="cannot be divided equally"):

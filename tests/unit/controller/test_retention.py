@@ -36,7 +36,7 @@ def retained(run_dir: Path, store: Store, max_gib: float | None, queue=None, run
     """Run it after a step, until the size is known; return the metrics."""
     config = TrainConfig(model="m", run_dir=str(run_dir))
     config.store.max_gib = max_gib
-    batches = SimpleNamespace(queue=queue or GroupQueue(4, "mask"), store_size={})
+    batches = SimpleNamespace(queue=queue or GroupQueue(4), store_size={})
     dispatcher = SimpleNamespace(running=set(running))
 
     async def run() -> dict[str, float]:

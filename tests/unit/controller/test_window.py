@@ -21,7 +21,7 @@ def take(queue: GroupQueue, count: int, running: int | None) -> list[int] | None
 
 
 def test_the_docstring_example() -> None:
-    queue = GroupQueue(3, "mask", window=6)
+    queue = GroupQueue(3, window=6)
     put(queue, 0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 12)
     assert take(queue, 4, running=5) == [0, 1, 2, 3]
     assert take(queue, 4, running=5) == [4, 6, 7, 8]
@@ -31,20 +31,20 @@ def test_the_docstring_example() -> None:
 
 
 def test_without_a_window_any_number_may_pass() -> None:
-    queue = GroupQueue(3, "mask")
+    queue = GroupQueue(3)
     put(queue, *range(1, 9))
     assert queue.take(4, 0, 1, 0).passed == 4 and queue.take(4, 0, 1, 0).passed == 8
 
 
 def test_a_window_of_0_is_strict_order() -> None:
-    queue = GroupQueue(3, "mask", window=0)
+    queue = GroupQueue(3, window=0)
     put(queue, 0, 1, 3)
     assert take(queue, 3, running=2) is None and take(queue, 2, running=2) == [0, 1]
     assert take(queue, 1, running=2) is None and take(queue, 1, running=None) == [3]
 
 
 def test_a_group_that_fails_is_waited_for_no_longer() -> None:
-    queue = GroupQueue(3, "mask", window=1)
+    queue = GroupQueue(3, window=1)
     put(queue, 1, 2)
     assert take(queue, 2, running=0) is None
     # Group 0 is filtered. The next oldest one is younger than the batch.
@@ -52,13 +52,13 @@ def test_a_group_that_fails_is_waited_for_no_longer() -> None:
 
 
 def test_too_few_groups_are_not_held_back() -> None:
-    queue = GroupQueue(3, "mask", window=0)
+    queue = GroupQueue(3, window=0)
     put(queue, 1)
     assert not queue.held_back(2, 0) and queue.held_back(1, 0)
 
 
 def test_a_batch_that_cannot_be_dealt_passes_nothing() -> None:
-    queue = GroupQueue(3, "mask", window=3)
+    queue = GroupQueue(3, window=3)
     put(queue, 1, 2, 3)
     with pytest.raises(ValueError, match="cannot be divided equally"):
         queue.take(3, 0, 2, 0)
@@ -90,10 +90,9 @@ class Run(RuleBasedStateMachine):
         every=st.integers(1, 3),
         batch=st.integers(1, 3),
         window=st.integers(0, 7),
-        overdue=st.sampled_from(["mask", "drop"]),
     )
-    def begin(self, spare: int, every: int, batch: int, window: int, overdue: str) -> None:
-        self.every, self.batch, self.window, self.overdue = every, batch, window, overdue
+    def begin(self, spare: int, every: int, batch: int, window: int) -> None:
+        self.every, self.batch, self.window = every, batch, window
         self.eta = every - 1 + spare
         self.bound = self.eta + -(-window // batch)
         self.step = self.saved = self.next_id = 0
@@ -108,7 +107,7 @@ class Run(RuleBasedStateMachine):
         for group_id in self.running:
             del self.live[group_id]
         self.running.clear()
-        self.queue = GroupQueue(self.bound, self.overdue, self.window)
+        self.queue = GroupQueue(self.bound, self.window)
         self.gate = AdmissionGate(max_staleness=self.eta, batch_groups=self.batch)
         self.gate.recover(self.step, self.step, len(self.live))
         for group_id, version in self.live.items():
@@ -167,7 +166,6 @@ class Run(RuleBasedStateMachine):
     def step_if_ready(self) -> bool:
         """Train on the next batch; return whether there was one."""
         oldest = min(self.running, default=None)
-        assert self.queue.drop_overdue(self.step) == []
         batch = self.queue.take(self.batch, self.step, 1, oldest)
         finished = sorted(self.live.keys() - self.running)
         if batch is None:

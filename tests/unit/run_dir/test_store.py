@@ -305,18 +305,16 @@ def test_counts_of_the_whole_run(store: Store) -> None:
         store.admit(group_id, f"p{group_id}", group_id, group_id + 1, 3, 0.0)
     for group_id in range(3):
         store.finish(group(group_id), [(None, None)] * 2, "1 rollouts failed: why", 1.0)
-    store.drop(1, "overdue at step 7", 2.0)
-    store.drop(2, "overdue at step 8", 2.0)
     store.drop(3, "empty: why", 2.0)
     store.drop(4, "resume: was in flight", 2.0)
-    assert store.failures() == {"dropped_groups": 2, "empty_groups": 1, "failed_rollouts": 6}
+    assert store.failures() == {"empty_groups": 1, "failed_rollouts": 6}
     store.set_totals({"aborts": 4, "drained": 1})
     store.set_totals({"aborts": 9})
     assert store.totals() == {"aborts": 9, "drained": 1}
 
 
 def test_an_empty_store_has_no_counts(store: Store) -> None:
-    assert store.failures() == {"dropped_groups": 0, "empty_groups": 0, "failed_rollouts": 0}
+    assert store.failures() == {"empty_groups": 0, "failed_rollouts": 0}
     assert store.totals() == {}
 
 

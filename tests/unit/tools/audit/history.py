@@ -92,7 +92,7 @@ class History:
             for group, used in self.store.finished_groups():
                 self.queue.put(group, used)
         else:
-            self.queue = GroupQueue(buffer.max_staleness, buffer.overdue)
+            self.queue = GroupQueue(buffer.max_staleness)
             for group in self.store.waiting_groups():
                 self.queue.put(group)
 
@@ -185,8 +185,6 @@ class History:
 
     def train(self, _: int = 0) -> None:
         """Train one step, if there is a batch, and push every `sync.every` steps."""
-        for group in self.queue.drop_overdue(self.step):
-            self.drop(group.group_id, f"overdue at step {self.step}")
         lag, buffer = self.step - self.version, self.config.buffer
         if (batch := self.queue.take(2, self.step, 1)) is None:
             return

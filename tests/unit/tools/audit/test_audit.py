@@ -31,13 +31,13 @@ def off(run_dir: Path, tokens: bool = False) -> dict[str, list[str]]:
     [
         {},
         {"num_prompts": None},
-        {"buffer__overdue": "drop", "buffer__max_staleness": 1},
+        {"buffer__max_staleness": 1},
         {"sync__every": 3},
         REPLAY,
         {"rollout__rest_unsolved": 3, "rollout__retire_above": 0.9},
         {"data__sources": SOURCES, "num_prompts": {"a": 3, "b": 5, "c": None}},
     ],
-    ids=["mask", "no end", "drop", "sync.every", "replay", "curriculum", "sources"],
+    ids=["mask", "no end", "fresh", "sync.every", "replay", "curriculum", "sources"],
 )
 @settings(max_examples=12, deadline=None)
 @given(
@@ -272,7 +272,10 @@ DAMAGES = {
     "flipped bytes": ("checkpoints", checkpoint("weights", bytes(1024))),
     "file gone": ("checkpoints", checkpoint("weights", None)),
     "another count": ("counts", value("controller_totals.json", "failed_rollouts", 0)),
-    "another state": ("counts", sql("UPDATE groups SET reason = 'overdue' WHERE reason IS 'why'")),
+    "another state": (
+        "counts",
+        sql("UPDATE groups SET reason = 'empty: why' WHERE reason IS 'why'"),
+    ),
 }
 
 
@@ -326,14 +329,10 @@ def test_a_changed_admission_is_seen_by_its_checksum(good, tmp_path) -> None:
     assert list(off(tmp_path / "run")) == ["groups"]
 
 
-@pytest.mark.parametrize("config", [{"buffer__window": 0}, {"buffer__overdue": "drop"}])
-def test_a_run_that_masks_nothing_has_no_overdue_tokens(good, tmp_path, config) -> None:
+def test_a_run_that_masks_nothing_has_no_overdue_tokens(good, tmp_path) -> None:
     shutil.copytree(good, tmp_path / "run")
     for path in (tmp_path / "run").glob("config*.yaml"):
-        text = path.read_text().replace("window: null", "window: 0")
-        if "buffer__overdue" in config:
-            text = path.read_text().replace("overdue: mask", "overdue: drop")
-        path.write_text(text)
+        path.write_text(path.read_text().replace("window: null", "window: 0"))
     assert list(off(tmp_path / "run")) == ["staleness"]
 
 

@@ -37,7 +37,6 @@ HEALTHY: dict[str, Any] = {
     "queue_depth": 4,
     "in_flight": 60,
     "concurrency_limit": 64,
-    "dropped_groups": 0,
     "workflow_failures": 0,
     "reward_failures": 0,
     "wait_s": 1.0,
@@ -165,7 +164,6 @@ CASES: list[tuple[str, Severity, dict[str, Any], str]] = [
     ("long_pauses", HINT, {"pause_s": 3.0}, "30% of the time"),
     ("stragglers", HINT, {"straggler_wait_s": 3.0}, "wait 30% of the time"),
     ("overdue_tokens", HINT, {"masked_tokens": 1280}, "20% of the tokens"),
-    ("overdue_tokens", HINT, {"dropped_groups": lambda step: 10 * step}, "300 groups dropped"),
     ("busy_controller", HINT, {"loop_lag_p99_s": 0.4}, "0.40 s"),
     (
         "failed_servers",
@@ -440,9 +438,9 @@ def test_a_folder_without_a_run_is_a_mistake(
 
 def test_the_newest_steps_are_enough(tmp_path: Path) -> None:
     """Leave out the counts of earlier steps."""
-    run = make_run(tmp_path / "run", dropped_groups=lambda step: 100 + step)
+    run = make_run(tmp_path / "run", resting=lambda step: 100 + step)
     newest = read_history(run, END, newest=10)
     assert len(newest.metrics) == 10 and newest.step == STEPS and newest.complete
-    assert newest.count("dropped_groups") == 9
-    assert read_history(run, END).count("dropped_groups") == 100 + STEPS
+    assert newest.count("resting") == 9
+    assert read_history(run, END).count("resting") == 100 + STEPS
     assert diagnose(newest) == []
