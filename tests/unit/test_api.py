@@ -24,7 +24,10 @@ SETTINGS = {
     "data.chat": False,
     "rollout.filters": ["math:floor", "math:ceil"],
     "rollout.workflow": "areal_lite.rollout.workflows.tools:Tools",
-    "rollout.workflow_args": {"tools": ["calculator", "python"], "max_turns": 6},
+    "rollout.workflow_args": {
+        "tools": ["examples.custom_workflow.calculator:calculator", "python"],
+        "max_turns": 6,
+    },
     "server.args": {"nested": [{"name": "x y", "n": 1}]},
 }
 

@@ -6,9 +6,7 @@ follows as a `tool` message. A turn without a call is the final answer. An error
 returned as text: the policy may learn from it.
 """
 
-import ast
 import asyncio
-import operator
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -74,16 +72,16 @@ class Tools:
     """A conversation between the policy and its tools.
 
     Args:
-        tools: `calculator`, `python`, or `module:function` of your own, which runs in a thread
-            unless it is async. It needs type hints and a Google-style docstring, from which its
-            JSON schema for the chat template is made.
+        tools: `python`, or `module:function` of your own, which runs in a thread unless it is
+            async. It needs type hints and a Google-style docstring, from which its JSON schema for
+            the chat template is made.
         max_turns: answers of the policy after which the episode ends.
         max_characters: a tool's result is cut to this length.
     """
 
     def __init__(
         self,
-        tools: Sequence[str] = ("calculator", "python"),
+        tools: Sequence[str] = ("python",),
         max_turns: int = 8,
         max_characters: int = 2000,
     ):
@@ -91,9 +89,9 @@ class Tools:
             raise ValueError(
                 "tools must not be empty; max_turns and max_characters must be at least 1"
             )
-        own = {"calculator": calculator, "python": self.python}
         functions = [
-            own.get(name) or load_object("rollout.workflow_args.tools", name) for name in tools
+            self.python if name == "python" else load_object("rollout.workflow_args.tools", name)
+            for name in tools
         ]
         self._functions = {function.__name__: function for function in functions}
         self._schemas: list[dict[str, Any]] = []
@@ -158,59 +156,3 @@ def _schema(function: Any) -> dict[str, Any]:
             f"tool {function.__name__} needs type hints and a docstring"
             f" that says what each argument is: {error}"
         ) from error
-
-
-_OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-}
-_MAX_BITS = 4096
-_MAX_CHARACTERS = 1000
-
-
-def calculator(expression: str) -> str:
-    """
-    Computes the value of an arithmetic expression.
-
-    Args:
-        expression: numbers, + - * / // % **, and parentheses, such as (1 + 2) * 3
-    """
-    if len(expression) > _MAX_CHARACTERS:
-        raise ValueError(f"an expression of more than {_MAX_CHARACTERS} characters")
-    value = _value(ast.parse(expression.strip(), mode="eval").body)
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        value = int(value)
-    return str(value)
-
-
-def _value(node: ast.expr) -> int | float:
-    """Evaluate a node. Raises OverflowError for an integer of more than _MAX_BITS bits."""
-    match node:
-        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return number
-        case ast.UnaryOp() if type(node.op) in _OPERATORS:
-            return _OPERATORS[type(node.op)](_value(node.operand))
-        case ast.BinOp(op=ast.Pow()):
-            return _power(_value(node.left), _value(node.right))
-        case ast.BinOp() if type(node.op) in _OPERATORS:
-            value = _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
-            if isinstance(value, int) and value.bit_length() > _MAX_BITS:
-                raise OverflowError("the number is too large")
-            return value
-    raise ValueError(f"{ast.unparse(node)!r} is not arithmetic")
-
-
-def _power(base: int | float, exponent: int | float) -> int | float:
-    if isinstance(base, int) and isinstance(exponent, int):
-        if base.bit_length() * abs(exponent) > _MAX_BITS:
-            raise OverflowError("the number is too large")
-    value = base**exponent
-    if isinstance(value, complex):
-        raise ValueError("the root of a negative number")
-    return value

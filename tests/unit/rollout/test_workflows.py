@@ -20,11 +20,13 @@ from areal_lite.rollout.episode import (
     load_workflow,
     sampled_turns,
 )
-from areal_lite.rollout.workflows.multi_turn import MultiTurn, Together
+from areal_lite.rollout.workflows.multi_turn import MultiTurn
 from areal_lite.rollout.workflows.single_turn import single_turn
-from areal_lite.rollout.workflows.tools import Tools, calculator
+from areal_lite.rollout.workflows.tools import Tools
 from areal_lite.routes import ExpertLayout, is_recorded
 from areal_lite.trajectory import Trajectory
+from examples.custom_workflow.calculator import calculator
+from examples.custom_workflow.together import Together
 from tests.unit.rollout.episodes import (
     SERVERS,
     Scripted,
@@ -283,7 +285,7 @@ async def capital(country: str) -> str:
     ]
     trajectory, client = play_one(
         tokenizer,
-        Tools(["calculator", "python", "users:capital"]),
+        Tools(["examples.custom_workflow.calculator:calculator", "python", "users:capital"]),
         chat_prompt(tokenizer),
         script,
         max_new_tokens=5000,
