@@ -26,9 +26,8 @@ class ServerConfig:
     tensor_parallel: int = setting(1, "GPUs of each server.", within=(1, 1024))
     host: str = setting(
         "127.0.0.1",
-        "Address to listen on. `node`: this machine's own, for runs on several machines.",
+        "Address to listen on, at free ports. `node`: this machine's own, for several machines.",
     )
-    port: int = setting(0, "Port of the first server. 0 picks free ports.", within=(0, 65535))
     api_key: str | None = setting(None, "Required unless server.host is a loopback address.")
     deterministic: bool = setting(
         False,

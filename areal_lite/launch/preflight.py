@@ -1,6 +1,6 @@
 """Checks of a configuration before anything starts, without torch.
 
-Here are the checks of model folders, data files, ports, GPUs, functions given by name, and runs
+Here are the checks of model folders, data files, GPUs, functions given by name, and runs
 that exist already. Rules that need nothing but the settings are in config/rules.py.
 """
 
@@ -37,7 +37,7 @@ from areal_lite.rollout.episode import load_workflow
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, CONFIG_FILE, METRICS_FILE, STORE_FILE
 from areal_lite.system.files import read_json
 from areal_lite.system.gpus import check_cuda, resolve_device
-from areal_lite.system.network import NODE, listen_address, require_free_port
+from areal_lite.system.network import NODE
 
 _RUN_FILES = (CONFIG_FILE, METRICS_FILE, STORE_FILE, CHECKPOINTS_DIR)
 # What a run that continues keeps: what decides which prompts are drawn, and in which order.
@@ -224,8 +224,6 @@ def _prompts_come_again(config: TrainConfig) -> None:
 
 def check_servers(server: ServerConfig) -> None:
     """Check that servers can run on this machine."""
-    for port in range(server.port, server.port + server.count) if server.port else ():
-        require_free_port(listen_address(server.host), port)
     if server.host != NODE and resolve_device(server.device) == "cuda":
         check_cuda()
 

@@ -367,7 +367,7 @@ def server_pool(
             _beside_trainer(config, gpus[number]) if shared else config,
             model,
             name=f"server-{number}",
-            port=config.port + number if config.port else free_port(config.host),
+            port=free_port(config.host),
             seed=seed + number,
             log_path=run_dir / LOGS_DIR / f"server-{number}.log",
             environment={**gpu_environment(gpus[number]), **extra},

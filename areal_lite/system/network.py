@@ -49,20 +49,6 @@ def free_port(host: str = "127.0.0.1") -> int:
     )
 
 
-def require_free_port(host: str, port: int) -> None:
-    """Raise ValueError if a server cannot listen on `port` of `host`."""
-    with socket.socket() as probe:
-        # As the server does: a port in TIME_WAIT counts as free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError, UnicodeError) as error:
-            reason = getattr(error, "strerror", error)
-            raise ValueError(
-                f"server.port: port {port} cannot be used on {host} ({reason}); 0 picks free ports"
-            ) from error
-
-
 def allow_many_connections() -> None:
     """Let this process open as many descriptors as the system allows it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -168,7 +168,7 @@ def test_unhealthy_servers(tmp_path):
 
 def process(tmp_path, model: str, port: int, argv: list[str] | None = None) -> ServerProcess:
     server = ServerProcess(
-        ServerConfig(device="cpu", port=port),
+        ServerConfig(device="cpu"),
         model,
         name="s0",
         port=port,

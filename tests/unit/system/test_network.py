@@ -5,16 +5,13 @@ import socket
 import pytest
 
 from areal_lite.system import network
-from areal_lite.system.network import free_port, require_free_port
+from areal_lite.system.network import free_port
 
 
 def test_a_free_port_can_be_bound_and_is_none_of_an_outgoing_connection():
     port = free_port()
     assert 20000 <= port < 32768
-    require_free_port("127.0.0.1", port)
-    with socket.create_server(("127.0.0.1", port)):
-        with pytest.raises(ValueError, match=f"server.port: port {port} .* 127.0.0.1 .*0 picks"):
-            require_free_port("127.0.0.1", port)
+    socket.create_server(("127.0.0.1", port)).close()
 
 
 def test_taken_ports_are_skipped_until_none_is_left(monkeypatch):
