@@ -1,7 +1,7 @@
 """The simulator against published tables, fitted on one row of each.
 
-    python benchmarks/simulator.py                 # about a minute on one core
-    python benchmarks/simulator.py --fit "η = 0"   # another row of AReaL's table to fit on
+    python -m benchmarks.simulator                 # about a minute on one core
+    python -m benchmarks.simulator --fit "η = 0"   # another row of AReaL's table to fit on
 
 Everything but one number comes from data sheets, from the publications, or from the assumptions in
 `ASSUMED`. That number is a factor on all times of a system. All times of a simulation scale with
@@ -24,8 +24,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from areal_lite.cli import checked_config
-from areal_lite.tools.simulate.command import simulated
+from areal_lite.tools.simulate.command import simulated, workload
 from areal_lite.tools.simulate.run import Summary
+from benchmarks.littles_law import littles_law
 
 ROOT = Path(__file__).resolve().parents[1]
 AREAL_PAPER = "AReaL, arXiv 2505.24298"
@@ -177,6 +178,12 @@ def summary(overrides: str) -> Summary:
     return _SUMMARIES[overrides]
 
 
+def estimate(overrides: str) -> float:
+    """Estimate the trained tokens in a second by Little's law."""
+    config = checked_config("simulate", overrides.split())
+    return littles_law(config, workload(config))
+
+
 def rate_records(fitted: dict[str, str]) -> list[dict]:
     """Predict the rates of each system, fitted on one of its rows."""
     factors = {}
@@ -189,7 +196,7 @@ def rate_records(fitted: dict[str, str]) -> list[dict]:
 def _rate_record(rate: Rate, factor: float, fitted: dict[str, str]) -> dict:
     result = summary(rate.overrides)
     predicted = result.tokens_per_s * rate.size / factor
-    little = result.little_tokens_per_s * rate.size / factor
+    little = estimate(rate.overrides) * rate.size / factor
     return {
         "system": rate.system,
         "row": rate.name,
@@ -212,7 +219,7 @@ def ratio_records() -> list[dict]:
     for ratio in RATIOS:
         faster, slower = summary(ratio.faster), summary(ratio.slower)
         predicted = getattr(faster, ratio.measure) / getattr(slower, ratio.measure)
-        little = faster.little_tokens_per_s / slower.little_tokens_per_s
+        little = estimate(ratio.faster) / estimate(ratio.slower)
         records.append(
             {
                 "system": ratio.system,

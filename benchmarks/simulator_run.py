@@ -1,6 +1,6 @@
 """The simulator against a real run: speeds measured in it, everything else predicted.
 
-    python benchmarks/simulator_run.py runs/NAME [runs/OTHER …]
+    python -m benchmarks.simulator_run runs/NAME [runs/OTHER …]
 
 For each run directory, lengths and speeds are those of the run (simulate.measured_run), and the
 simulation repeats its settings. What is compared follows from the controller and not from the fit:
@@ -22,6 +22,7 @@ from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.tools.simulate.run import rounded, simulate, summarize
 from areal_lite.tools.simulate.workload import measured_workload
+from benchmarks.littles_law import littles_law
 
 WARM_UP = 4  # steps
 
@@ -53,7 +54,7 @@ def compared(run_dir: Path, speeds: Path) -> dict:
     config = load_config(run_dir)
     steps = len(read_metrics(run_dir)) - WARM_UP
     work = measured_workload(speeds, WARM_UP, steps)
-    summary = summarize(config, work, simulate(config, work))
+    summary = summarize(simulate(config, work))
     real = measured(run_dir, config.buffer.max_staleness)
     ages = np.zeros(len(real["staleness"]))
     ages[: len(summary.staleness)] = summary.staleness
@@ -71,7 +72,7 @@ def compared(run_dir: Path, speeds: Path) -> dict:
         "predicted": predicted,
         "speed_error": predicted["tokens_per_s"] / real["tokens_per_s"] - 1,
         "largest_staleness_error": float(np.abs(ages - real["staleness"]).max()),
-        "little_error": summary.little_tokens_per_s / real["tokens_per_s"] - 1,
+        "little_error": littles_law(config, work) / real["tokens_per_s"] - 1,
     }
 
 

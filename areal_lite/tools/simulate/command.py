@@ -1,4 +1,4 @@
-"""Run `areal-lite simulate`: a table, comparisons, advice in words, and the numbers as a file."""
+"""Run `areal-lite simulate`: a table, advice in words, comparisons, and the numbers as a file."""
 
 import json
 import logging
@@ -33,10 +33,6 @@ _SCHEDULES = {"sync": (0, "none"), "one_step": (1, "none"), "async": (4, "in_pla
 _GRAINS = 256
 # Shares of time from which something is worth a word.
 _NOTABLE = 0.1
-# A variant within this share of the best one is as good.
-_AS_GOOD = 0.03
-# Efficiency against the smallest number of GPUs below which more of them hardly help.
-_SCALES = 0.7
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,7 @@ def simulated(config: SimulateConfig, loss: Loss | None = None) -> Summary:
     work = workload(config)
     if loss is not None:
         work = replace(work, loss=loss)
-    return summarize(config, work, simulate(config, work))
+    return summarize(simulate(config, work))
 
 
 def compare(question: str, config: SimulateConfig) -> Iterator[Variant]:
@@ -189,8 +185,7 @@ def run(config: SimulateConfig) -> int:
         comparisons: dict[str, list[Variant]] = {}
         for question in config.simulate.compare:
             comparisons[question] = variants = list(compare(question, config))
-            text = comparison_text(question, variants)
-            print("", text, "", conclude(question, variants), sep="\n")
+            print("", comparison_text(question, variants), sep="\n")
     if config.simulate.out is not None:
         _write(Path(config.simulate.out), summary, comparisons)
     return 0
@@ -222,11 +217,9 @@ def _write(path: Path, summary: Summary, comparisons: dict[str, list[Variant]]) 
 def summary_text(config: SimulateConfig, summary: Summary) -> str:
     """Return the table of one run."""
     generating = config.server.count * config.server.tensor_parallel
-    little = summary.little_tokens_per_s
     rows = [
         ("GPUs", f"{num_gpus(config)}: {generating} generate, {config.trainer.world_size} train"),
         ("trained tokens a second", f"{summary.tokens_per_s:,.0f}"),
-        ("by Little's law alone", f"{little:,.0f} ({little / summary.tokens_per_s - 1:+.0%})"),
         ("seconds of a step", f"{summary.step_s:,.1f}"),
         (
             "trainer",
@@ -254,7 +247,7 @@ def summary_text(config: SimulateConfig, summary: Summary) -> str:
 def comparison_text(question: str, variants: Sequence[Variant]) -> str:
     """Return the table of a comparison. `index` is the speed against the first row."""
     first = variants[0].summary.tokens_per_s
-    heads = ("tokens/s", "index", "trainer waits", "servers idle", "staleness", "Little's law")
+    heads = ("tokens/s", "index", "trainer waits", "servers idle", "staleness")
     cells = [
         (
             f"{v.summary.tokens_per_s:,.0f}",
@@ -262,7 +255,6 @@ def comparison_text(question: str, variants: Sequence[Variant]) -> str:
             f"{v.summary.wait_share:.0%}",
             f"{v.summary.idle_share:.0%}",
             f"{v.summary.staleness_mean:.2f}",
-            f"{v.summary.little_tokens_per_s:,.0f}",
         )
         for v in variants
     ]
@@ -313,44 +305,3 @@ def advise(config: SimulateConfig, summary: Summary) -> list[str]:
             "rollout.max_concurrent, or raise server.tensor_parallel."
         )
     return advice
-
-
-def conclude(question: str, variants: Sequence[Variant]) -> str:
-    """Say in a sentence or two what a comparison shows."""
-    best = max(variants, key=_speed)
-    if question == "servers":
-        config = best.config
-        generating = config.server.count * config.server.tensor_parallel
-        ratio = generating / config.trainer.world_size
-        return (
-            f"Fastest: {generating} GPUs generate and {config.trainer.world_size} train, "
-            f"{ratio:.1f} generating GPUs for each that trains (server.count={config.server.count} "
-            f"trainer.data_parallel={config.trainer.data_parallel})."
-        )
-    if question == "staleness":
-        enough = next(v for v in variants if _speed(v) >= (1 - _AS_GOOD) * _speed(best))
-        first = variants[0]
-        return (
-            f"buffer.max_staleness={enough.name} is within {_AS_GOOD:.0%} of the fastest, and "
-            f"{_speed(enough) / _speed(first):.2f} times as fast as {first.name}."
-        )
-    if question == "scale":
-        return _scaling(variants)
-    base = variants[0]
-    others = [f"{variant.name}: {_speed(variant) / _speed(base):.2f}" for variant in variants[1:]]
-    return f"Speed against {base.name!r}: {', '.join(others)}."
-
-
-def _scaling(variants: Sequence[Variant]) -> str:
-    """Say up to how many GPUs the speed follows their number."""
-    base = variants[0]
-    efficiency = {v.gpus: _speed(v) / _speed(base) * base.gpus / v.gpus for v in variants}
-    good = [gpus for gpus, share in efficiency.items() if share >= _SCALES]
-    shares = ", ".join(f"{gpus} GPUs {share:.0%}" for gpus, share in efficiency.items())
-    if len(good) == len(efficiency):
-        return f"It scales to {max(good)} GPUs. Speed per GPU: {shares}."
-    return f"Beyond {max(good)} GPUs more of them hardly help. Speed per GPU: {shares}."
-
-
-def _speed(variant: Variant) -> float:
-    return variant.summary.tokens_per_s

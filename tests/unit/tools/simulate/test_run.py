@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from areal_lite.config import BufferConfig, RolloutConfig, ServerConfig, TrainConfig, TrainerConfig
 from areal_lite.tools.simulate.decoding import ServerSpeed
-from areal_lite.tools.simulate.run import Outcome, littles_law, simulate, summarize
+from areal_lite.tools.simulate.run import Outcome, simulate, summarize
 from areal_lite.tools.simulate.workload import (
     LogNormalLengths,
     Loss,
@@ -17,6 +17,7 @@ from areal_lite.tools.simulate.workload import (
     TrainerSpeed,
     Workload,
 )
+from benchmarks.littles_law import littles_law
 
 WORK = Workload(
     lengths=LogNormalLengths(mean=60, spread=0.8, longest=256),
@@ -196,7 +197,7 @@ ALIKE = replace(WORK, lengths=RecordedLengths([[100, 100]]), share_prompts=False
 
 def test_shares_add_up_and_every_token_has_an_age() -> None:
     config = run_config()
-    summary = summarize(config, WORK, simulate(config, WORK))
+    summary = summarize(simulate(config, WORK))
     assert summary.train_share + summary.push_share + summary.wait_share == pytest.approx(1)
     server = ("decode_share", "prefill_share", "pause_share", "idle_share")
     assert sum(getattr(summary, name) for name in server) == pytest.approx(1)
@@ -210,14 +211,14 @@ def test_shares_add_up_and_every_token_has_an_age() -> None:
 def test_littles_law_is_exact_for_a_trainer_that_never_waits() -> None:
     work = replace(ALIKE, trainer=TrainerSpeed(fixed_s=30, per_token_s=1e-3, pause_s=0.1))
     config = run_config()
-    summary = summarize(config, work, simulate(config, work))
+    summary = summarize(simulate(config, work))
     assert summary.tokens_per_s == pytest.approx(1600 / (30 + 960e-3 + 0.1))
     assert littles_law(config, work) == pytest.approx(summary.tokens_per_s)
 
 
 def test_littles_law_is_close_when_taking_turns_with_equal_lengths() -> None:
     config = run_config(0, "none")
-    summary = summarize(config, ALIKE, simulate(config, ALIKE))
+    summary = summarize(simulate(config, ALIKE))
     assert littles_law(config, ALIKE) == pytest.approx(summary.tokens_per_s, rel=0.01)
 
 
@@ -226,5 +227,5 @@ def test_littles_law_is_close_for_servers_that_are_always_full() -> None:
     work = replace(WORK, server=server, trainer=TrainerSpeed(per_token_s=1e-6), steps=60)
     config = run_config(16)
     config.rollout.max_concurrent = 32
-    summary = summarize(config, work, simulate(config, work))
+    summary = summarize(simulate(config, work))
     assert littles_law(config, work) == pytest.approx(summary.tokens_per_s, rel=0.12)
