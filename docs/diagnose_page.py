@@ -17,8 +17,6 @@ table_cell = runpy.run_path(str(Path(__file__).with_name("configuration_page.py"
 METRICS = {
     "failed_servers": "failed",
     "bad_numbers": "skipped nonfinite_tokens masked_nonfinite critic_skipped",
-    "stuck_batch": "tokens reward_mean",
-    "rogue_normalizer": "trained_tokens masked_truncated masked_overdue masked_nonfinite",
     "lost_seed": "distinct_share",
     "logprob_mismatch": "logprob_diff logprob_diff_sampled logprob_diff_scored",
     "reward_collapse": "reward_mean",

@@ -6,16 +6,21 @@ that does not reach the data, a batch that comes again, and a normalizer that co
 
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from areal_lite.run_dir.reader import RunReader
-from areal_lite.tools.diagnose import failures
+from areal_lite.tools.diagnose.failures import UNLIKELY, probability, repeated_samples, samples_of
 from areal_lite.tools.report.run_data import Columns, read_columns
+from areal_lite.tools.store_columns import ColumnReader
+
+_BATCHES = 5  # pairs of alike batches that are compared token by token
+_MASKED = ("masked_truncated", "masked_overdue", "masked_nonfinite")
 
 
 def check_run(store: Path, metrics: list[dict], groups_per_step: int) -> int:
@@ -33,10 +38,10 @@ def check_run(store: Path, metrics: list[dict], groups_per_step: int) -> int:
     faults = {
         # Each prompt of the study comes once.
         "stuck batch": repeated_prompts(columns)
-        or failures.repeated_batch(columns, store)
-        or failures.stuck_metrics(columns, metrics),
-        "rogue normalizer": failures.rogue_tokens(columns, metrics),
-        "lost seed": failures.repeated_samples(columns, store),
+        or repeated_batch(columns, store)
+        or stuck_metrics(columns, metrics),
+        "rogue normalizer": rogue_tokens(columns, metrics),
+        "lost seed": repeated_samples(columns, store),
     }
     for kind, fault in faults.items():
         if fault:
@@ -60,6 +65,69 @@ def check_study(records: Iterable[dict]) -> None:
             raise ValueError(f"lost seed: the runs of seed {seed} saw different prompts")
     if len({next(iter(found)) for found in prompts.values()}) < len(prompts):
         raise ValueError("lost seed: two seeds saw the same prompts")
+
+
+def repeated_batch(columns: Columns, store: Path) -> str | None:
+    """Find a step that repeats the trajectories of the step before, token for token.
+
+    Steps whose tokens are not kept are left out.
+    """
+    steps = np.argsort(columns.step, kind="stable")
+    first = np.searchsorted(columns.step[steps], np.arange(columns.step.max(initial=-1) + 2))
+    rows = [steps[start:end] for start, end in pairwise(first)]
+    kept = columns.kept
+    alike = [
+        number
+        for number, (before, after) in enumerate(pairwise(rows), start=1)
+        if len(after)
+        and kept[before].all()
+        and kept[after].all()
+        and np.array_equal(columns.sampled[before], columns.sampled[after])
+        and np.array_equal(columns.reward[before], columns.reward[after], equal_nan=True)
+    ]
+    with closing(ColumnReader(store)) as reader:
+        for number in alike[-_BATCHES:]:
+            before, after = (np.unique(columns.group[rows[n]]) for n in (number - 1, number))
+            equal, chance = _compare(reader, before.tolist(), after.tolist())
+            if equal and chance < UNLIKELY:
+                text = f"steps {number} and {number + 1} have the same {len(rows[number])} samples"
+                return f"{text}, {probability(chance)}"
+    return None
+
+
+def stuck_metrics(columns: Columns, metrics: Sequence[Mapping[str, Any]]) -> str | None:
+    """Find a step that reports the tokens and rewards of the step before, not of its batch."""
+    tokens, rewards = _by_step(columns)
+    for row in metrics:
+        step = row["step"] - 1
+        if not 1 <= step < len(tokens) or not tokens[step] or row["reward_mean"] is None:
+            continue
+        reported = (row["tokens"], row["reward_mean"])
+        if not _near(reported, (tokens[step], rewards[step])) and _near(
+            reported, (tokens[step - 1], rewards[step - 1])
+        ):
+            return (
+                f"step {step + 1} reports {reported[0]:,.0f} tokens and a mean reward of "
+                f"{reported[1]:.4g}, as the batch of step {step} has; its own batch in the store "
+                f"has {tokens[step]:,.0f} and {rewards[step]:.4g}"
+            )
+    return None
+
+
+def rogue_tokens(columns: Columns, metrics: Sequence[Mapping[str, Any]]) -> str | None:
+    """Find a step whose loss counts other tokens than were sampled for it and not masked."""
+    tokens, _ = _by_step(columns)
+    for row in metrics:
+        step = row["step"] - 1
+        if step >= len(tokens) or not tokens[step] or row.get("trained_tokens") is None:
+            continue
+        masked = sum(row.get(key) or 0.0 for key in _MASKED)
+        if row["trained_tokens"] + masked != tokens[step]:
+            return (
+                f"step {step + 1} divides by {row['trained_tokens']:,.0f} tokens and masks "
+                f"{masked:,.0f}, and {tokens[step]:,.0f} were sampled"
+            )
+    return None
 
 
 def repeated_prompts(columns: Columns) -> str | None:
@@ -89,3 +157,31 @@ def _prompts_by_step(columns: Columns) -> Iterator[tuple[int, np.ndarray]]:
     for step, own in zip(found.tolist(), np.split(prompts, first[1:])):
         if step >= 0:
             yield step, own
+
+
+def _by_step(columns: Columns) -> tuple[list[float], list[float]]:
+    """Return the sampled tokens and the mean reward of each step."""
+    used = columns.step >= 0
+    step = columns.step[used]
+    tokens = np.bincount(step, columns.sampled[used])
+    rewards = np.bincount(step, columns.reward[used])
+    return tokens.tolist(), (rewards / np.maximum(np.bincount(step), 1)).tolist()
+
+
+def _near(reported: tuple[float, float], stored: tuple[float, float]) -> bool:
+    return reported[0] == stored[0] and bool(np.isclose(reported[1], stored[1], atol=1e-9))
+
+
+def _compare(reader: ColumnReader, one: list[int], two: list[int]) -> tuple[bool, float]:
+    """Return whether two batches have equal tokens, and the log-probability of the second."""
+    if len(one) != len(two):
+        return False, 0.0
+    chance = 0.0
+    for before, after in zip(one, two, strict=True):
+        for (tokens, _), (others, logprob) in zip(
+            samples_of(reader, before), samples_of(reader, after)
+        ):
+            if tokens != others:
+                return False, 0.0
+            chance += logprob
+    return True, chance

@@ -8,7 +8,7 @@
 | copies | no trajectory is in two groups that were trained on |
 | batches | each step used one batch; store, metrics.jsonl and checkpoints end at the same step |
 | staleness | no token that was trained on is older than the bound, or newer than the servers |
-| metrics | each step has one row, and the store gives the same tokens, rewards and staleness |
+| metrics | each step has one row; the store gives the same tokens, rewards, staleness and masks |
 | trained | the trainer's own record names groups that the store says it used |
 | evaluations | each appears once, in order |
 | checkpoints | every file has its checksum |
@@ -54,6 +54,8 @@ from areal_lite.trajectory import GroupState
 
 # A sum of float64 in another order.
 _TOLERANCE = 1e-9
+# Tokens that the loss leaves out. The others are those that it counts.
+_MASKED = ("masked_truncated", "masked_overdue", "masked_nonfinite")
 _PROXIMAL = re.compile(rb'\{"step": (\d+), "group_id": (\d+),')
 
 
@@ -148,7 +150,9 @@ def check_metrics(records: Records, sums: StepSums | None) -> Check:
     check.looked_at += ", and tokens, rewards and staleness as in the store"
     for row in rows:
         step = row.get("step", 0) - 1
-        if 0 <= step < len(sums.tokens) and (wrong := _differences(row, step, sums)):
+        if not 0 <= step < len(sums.tokens):
+            continue
+        if wrong := _differences(row, step, sums, records.replays):
             check.wrong.append(f"step {step + 1}: {'; '.join(wrong)}")
     return check
 
@@ -173,7 +177,7 @@ def _check_versions(check: Check, records: Records) -> None:
     check.none_of(late, f"steps without their push (sync.every={max(every)})")
 
 
-def _differences(row: dict[str, Any], step: int, sums: StepSums) -> list[str]:
+def _differences(row: dict[str, Any], step: int, sums: StepSums, replays: bool) -> list[str]:
     """Say where a row of metrics.jsonl differs from the store, for the bound that fits best."""
     found = []
     for i in range(len(sums.bounds)):
@@ -187,6 +191,8 @@ def _differences(row: dict[str, Any], step: int, sums: StepSums) -> list[str]:
             "staleness_mean": sums.staleness[i][step] / within if within else 0.0,
             "staleness_max": int(sums.stalest[i][step]),
         }
+        if row.get("trained_tokens") is not None and not replays:
+            made["trained_tokens"] = tokens - sum(row.get(key) or 0 for key in _MASKED)
         # A token without a finite log-prob is not counted as masked.
         if not row.get("nonfinite_tokens"):
             made["masked_tokens"] = tokens - within

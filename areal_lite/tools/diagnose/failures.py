@@ -1,27 +1,16 @@
-"""Findings about failures and hangs, and about stored data that are not what was trained on.
+"""Findings about failures and hangs, and about samples of a group that are the same.
 
-The second kind spoils an experiment without a sign. Probe the Harness (arXiv 2610.02911) names:
-
-    idle clip           the clip never acts (`idle_clip` in learning.py)
-    lost seed           a seed does not reach the prompts or the sampling
-    stuck batch         a batch comes again
-    rogue normalizer    the loss divides by something else than the tokens that were sampled
-
-These read the tokens of at most `_BATCHES` pairs of batches and `_GROUPS` groups, so memory stays
-bounded. Equal samples are a fault only if they are unlikely: equal tokens of probability p have it
-again by chance with probability p.
+Equal samples are a fault only if they are unlikely: equal tokens of probability p have it again by
+chance with probability p. The tokens of at most `_GROUPS` groups are read, so memory stays bounded.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import closing
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from areal_lite.config import source_configs
 from areal_lite.run_dir.paths import QUARANTINE_FILE, STORE_FILE
 from areal_lite.system.files import read_json
 from areal_lite.tools.diagnose.history import History, Sign, alarm, finding, hint, limit
@@ -32,15 +21,9 @@ _STATUS = re.compile(
     r"(?P<running>\d+) running, .*; (?P<requests>\d+) requests on \d+ servers; "
     r"waiting for (?P<need>.*)"
 )
-_BATCHES = 5
 _GROUPS = 100
 # A chance of 2e-9, in nats.
-_UNLIKELY = -20.0
-# Fewer prompts can be in the order of their file by chance: 1 / 20! is 4e-19.
-_LEAST_PROMPTS = 20
-_MASKED = ("masked_truncated", "masked_overdue", "masked_nonfinite")
-# Sources whose prompts have a file order. Those of other sources may be endless.
-_FILES = ("jsonl", "hf")
+UNLIKELY = -20.0
 
 
 @finding(
@@ -190,69 +173,6 @@ def _failures(run: History, key: str, mark: str) -> Sign | None:
     return alarm(text) if share > limit("failures_alarm") else hint(text)
 
 
-def repeated_batch(columns: Columns, store: Path) -> str | None:
-    """Find a step that repeats the trajectories of the step before, token for token.
-
-    Steps whose tokens are not kept are left out.
-    """
-    steps = np.argsort(columns.step, kind="stable")
-    first = np.searchsorted(columns.step[steps], np.arange(columns.step.max(initial=-1) + 2))
-    rows = [steps[start:end] for start, end in pairwise(first)]
-    kept = columns.kept
-    alike = [
-        number
-        for number, (before, after) in enumerate(pairwise(rows), start=1)
-        if len(after)
-        and kept[before].all()
-        and kept[after].all()
-        and np.array_equal(columns.sampled[before], columns.sampled[after])
-        and np.array_equal(columns.reward[before], columns.reward[after], equal_nan=True)
-    ]
-    with closing(ColumnReader(store)) as reader:
-        for number in alike[-_BATCHES:]:
-            before, after = (np.unique(columns.group[rows[n]]) for n in (number - 1, number))
-            equal, chance = _compare(reader, before.tolist(), after.tolist())
-            if equal and chance < _UNLIKELY:
-                text = f"steps {number} and {number + 1} have the same {len(rows[number])} samples"
-                return f"{text}, {_probability(chance)}"
-    return None
-
-
-def stuck_metrics(columns: Columns, metrics: Sequence[Mapping[str, Any]]) -> str | None:
-    """Find a step that reports the tokens and rewards of the step before, not of its batch."""
-    tokens, rewards = _by_step(columns)
-    for row in metrics:
-        step = row["step"] - 1
-        if not 1 <= step < len(tokens) or not tokens[step] or row["reward_mean"] is None:
-            continue
-        reported = (row["tokens"], row["reward_mean"])
-        if not _near(reported, (tokens[step], rewards[step])) and _near(
-            reported, (tokens[step - 1], rewards[step - 1])
-        ):
-            return (
-                f"step {step + 1} reports {reported[0]:,.0f} tokens and a mean reward of "
-                f"{reported[1]:.4g}, as the batch of step {step} has; its own batch in the store "
-                f"has {tokens[step]:,.0f} and {rewards[step]:.4g}"
-            )
-    return None
-
-
-def rogue_tokens(columns: Columns, metrics: Sequence[Mapping[str, Any]]) -> str | None:
-    """Find a step whose loss counts other tokens than were sampled for it and not masked."""
-    tokens, _ = _by_step(columns)
-    for row in metrics:
-        step = row["step"] - 1
-        if step >= len(tokens) or not tokens[step] or row.get("trained_tokens") is None:
-            continue
-        masked = sum(row.get(key) or 0.0 for key in _MASKED)
-        if row["trained_tokens"] + masked != tokens[step]:
-            return (
-                f"step {step + 1} divides by {row['trained_tokens']:,.0f} tokens and masks "
-                f"{masked:,.0f}, and {tokens[step]:,.0f} were sampled"
-            )
-    return None
-
-
 def repeated_samples(columns: Columns, store: Path) -> str | None:
     """Find a group whose samples are the same although that is unlikely.
 
@@ -266,10 +186,10 @@ def repeated_samples(columns: Columns, store: Path) -> str | None:
     found: list[tuple[int, int, float]] = []
     with closing(ColumnReader(store)) as reader:
         for index in alike.tolist():
-            samples = list(_samples(reader, int(groups[index])))
+            samples = list(samples_of(reader, int(groups[index])))
             # A run may have removed the tokens meanwhile.
             chance = (len(samples) - 1) * samples[0][1] if samples else 0.0
-            if len({tokens for tokens, _ in samples}) == 1 and chance < _UNLIKELY:
+            if len({tokens for tokens, _ in samples}) == 1 and chance < UNLIKELY:
                 found.append((index, len(samples), chance))
     if not found:
         return None
@@ -278,115 +198,29 @@ def repeated_samples(columns: Columns, store: Path) -> str | None:
     return (
         f"{len(found)} of the newest {len(alike)} groups of equal lengths have equal samples; "
         f"group {groups[index]} of step {step}: {samples} times the same tokens, "
-        f"{_probability(chance)}"
+        f"{probability(chance)}"
     )
 
 
-def unshuffled_prompts(columns: Columns, number: int = 0, sources: int = 1) -> str | None:
-    """Find prompts that came in the order of their data set: of data source `number` of `sources`.
-
-    Prompt i of source k of K has the index K i + k (data/sampler.py).
-    """
-    index = columns.groups.prompt
-    places = index[index % sources == number] // sources
-    if len(places) < _LEAST_PROMPTS or not np.array_equal(places, np.arange(len(places))):
-        return None
-    return f"the {len(places):,} prompts are numbers 0 to {len(places) - 1:,} of the data"
-
-
-def _by_step(columns: Columns) -> tuple[list[float], list[float]]:
-    """Return the sampled tokens and the mean reward of each step."""
-    used = columns.step >= 0
-    step = columns.step[used]
-    tokens = np.bincount(step, columns.sampled[used])
-    rewards = np.bincount(step, columns.reward[used])
-    return tokens.tolist(), (rewards / np.maximum(np.bincount(step), 1)).tolist()
-
-
-def _near(reported: tuple[float, float], stored: tuple[float, float]) -> bool:
-    return reported[0] == stored[0] and bool(np.isclose(reported[1], stored[1], atol=1e-9))
-
-
-def _compare(reader: ColumnReader, one: list[int], two: list[int]) -> tuple[bool, float]:
-    """Return whether two batches have equal tokens, and the log-probability of the second."""
-    if len(one) != len(two):
-        return False, 0.0
-    chance = 0.0
-    for before, after in zip(one, two, strict=True):
-        for (tokens, _), (others, logprob) in zip(
-            _samples(reader, before), _samples(reader, after)
-        ):
-            if tokens != others:
-                return False, 0.0
-            chance += logprob
-    return True, chance
-
-
-def _samples(reader: ColumnReader, group: int) -> Iterator[tuple[bytes, float]]:
+def samples_of(reader: ColumnReader, group: int) -> Iterator[tuple[bytes, float]]:
     """Yield the tokens of each sample of a group and its log-probability, in nats."""
     for tokens, logprobs in reader.samples(group):
         yield tokens.tobytes(), float(np.nansum(logprobs.astype(np.float64)))
 
 
-def _probability(chance: float) -> str:
+def probability(chance: float) -> str:
+    """Write a log-probability, in nats, as a power of ten."""
     return f"which has a probability of 1e{chance / np.log(10):.0f} by chance"
 
 
 @finding(
-    "A batch came again",
-    flag="two steps in a row have the same samples, token for token, which is unlikely by chance; "
-    "or a step reports the tokens and the mean reward of the batch before",
-    cause="the trainer or a server gives an old answer: a cache, a retry, or a data source that "
-    "does not advance",
-    change="look at both steps (`areal-lite report --inspect`); check `data.source` and "
-    "`rollout.workflow` if they are your own",
-)
-def stuck_batch(run: History) -> Sign | None:
-    if not _has_batches(run):
-        return None
-    repeated = repeated_batch(run.columns, run.run_dir / STORE_FILE)
-    return _sign(repeated or stuck_metrics(run.columns, run.metrics))
-
-
-@finding(
-    "The loss counts other tokens than were sampled",
-    flag="the trained and the masked tokens of a step are not the tokens of its groups in the "
-    "store",
-    cause="a batch was changed between store and trainer, or a loss counts padding, prompts or a "
-    "part of the ranks: every learning rate then means something else",
-    change="compare `trained_tokens` of the step with its groups (`areal-lite report --inspect`); "
-    "check `rollout.workflow` if it is your own",
-    unless=("stuck_batch",),
-)
-def rogue_normalizer(run: History) -> Sign | None:
-    return _sign(rogue_tokens(run.columns, run.metrics)) if _has_batches(run) else None
-
-
-@finding(
-    "A seed does not reach the data",
-    flag="the samples of a group are equal although the policy makes that unlikely; or prompts "
-    "come in the order of their file",
-    cause="each request is sampled with the same seed, or the shuffling ignores its seed",
-    change="remove a fixed seed from the requests of `rollout.workflow` and from `server.args`; "
-    "check `data.source` if it is your own",
+    "A seed does not reach the samples",
+    flag="the samples of a group are equal although the policy makes that unlikely",
+    cause="each request is sampled with the same seed",
+    change="remove a fixed seed from the requests of `rollout.workflow` and from `server.args`",
 )
 def lost_seed(run: History) -> Sign | None:
     if not len(run.columns):
         return None
-    if fault := repeated_samples(run.columns, run.run_dir / STORE_FILE):
-        return _sign(fault)
-    sources = source_configs(run.config)
-    for number, (name, own) in enumerate(sources.items()):
-        fault = unshuffled_prompts(run.columns, number, len(sources))
-        if fault and own.data.source in _FILES:
-            return alarm(f"data source {name}: {fault}" if name else fault)
-    return None
-
-
-def _has_batches(run: History) -> bool:
-    """Return whether the store has the trained batches: a replay buffer draws its own."""
-    return bool(len(run.columns)) and not run.config.buffer.replay.capacity
-
-
-def _sign(fault: str | None) -> Sign | None:
+    fault = repeated_samples(run.columns, run.run_dir / STORE_FILE)
     return alarm(fault) if fault else None

@@ -198,7 +198,9 @@ class History:
         self.step += 1
         if self.step % self.config.sync.every == 0:
             self.version = self.step
-        row = {**dict.fromkeys(STEP_KEYS, 0.0), **stats, "masked_tokens": batch.masked_tokens}
+        masked = batch.masked_tokens
+        row = {**dict.fromkeys(STEP_KEYS, 0.0), **stats, "masked_tokens": masked}
+        row |= {"masked_overdue": masked, "trained_tokens": stats["tokens"] - masked}
         self.metrics.log(row | {"step": self.step, "version": self.version, "server_lag": lag})
         if self.step % 4 == 0:
             record = {"version": self.version, "versions": [self.version]}

@@ -253,7 +253,7 @@ DAMAGES = {
         f"another {key}": ("metrics", rows("metrics.jsonl", lambda r, key=key: _add(r[4], key)))
         for key in (
             *("tokens", "trajectories", "reward_mean", "masked_tokens"),
-            *("staleness_mean", "staleness_max"),
+            *("staleness_mean", "staleness_max", "trained_tokens"),
         )
     },
     "another reward": (

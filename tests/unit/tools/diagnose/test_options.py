@@ -125,7 +125,7 @@ def test_a_failure_is_the_only_finding_until_it_is_mended(
 def test_every_finding_is_tested() -> None:
     others = {"stalled", "ended_early", "falling_accuracy", "mixed_evaluations", "restarted"}
     others |= {"quarantine"}  # test_findings.py
-    others |= {"stuck_batch", "rogue_normalizer", "lost_seed"}  # test_integrity.py
+    others |= {"lost_seed"}  # test_integrity.py
     others |= {"no_signal"}  # test_signals.py
     tested = {case[0] for case in (*CASES, *test_findings.CASES)}
     assert tested | others == {advice.name for advice in GUIDE}
