@@ -5,14 +5,12 @@ an interrupted run, 141 if the reader of a pipe (such as `head`) has left. The c
 composed and checked before anything heavy is imported, and a mistake is one line on stderr.
 """
 
-import itertools
 import os
 import select
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -32,9 +30,8 @@ from areal_lite.config.help import groups_text, help_text, show
 from areal_lite.extensions import load_object
 
 _HELP = ("--help", "-h")
-_SWEEP = ("--multirun", "-m")
 _NO_READER = 141  # what a shell shows of a program that SIGPIPE has ended
-_FLAGS = (*_HELP, *_SWEEP, "--cfg")
+_FLAGS = (*_HELP, "--cfg")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,10 +60,7 @@ def run_command(command: str, args: list[str]) -> int:
         if "--cfg" in flags:
             print(OmegaConf.to_yaml(compose_config(command, overrides)), end="")
             return 0
-        runs = [overrides]
-        if not flags.isdisjoint(_SWEEP):
-            runs = sweep(overrides, compose_config(command, []).get("run_dir"))
-        configs = [checked_config(command, run) for run in runs]
+        config = checked_config(command, overrides)
     except (HydraException, OmegaConfBaseException) as error:
         return _fail(explain(error, command))
     except RecursionError:
@@ -75,7 +69,7 @@ def run_command(command: str, args: list[str]) -> int:
         return _failed(error, 2)
     except KeyboardInterrupt:
         return 130
-    return _run(command, flags, configs)
+    return _run(command, flags, config)
 
 
 def checked_config(command: str, overrides: list[str]) -> Any:
@@ -129,41 +123,13 @@ def _first_overrides(command: str, flags: set[str], overrides: list[str]) -> lis
     return [*first, *(s for flag in about.modes.keys() & flags for s in about.modes[flag].settings)]
 
 
-def sweep(overrides: list[str], run_dir: str | None) -> list[list[str]]:
-    """Return the overrides of each run of `-m key=a,b`; the values of the last key vary fastest.
-
-    Run i gets run_dir=<base>/i, where the base is the overrides' own run_dir or else `run_dir`. If
-    that is None, no run directory is set. choice(), range() and glob(*) are understood too.
-    Raises ValueError when nothing varies, or when run_dir does.
-    """
-    parsed = OverridesParser.create().parse_overrides(overrides)
-    own = [override for override in parsed if override.key_or_group == "run_dir"]
-    if any(override.is_sweep_override() for override in own):
-        raise ValueError("-m: each run gets its own folder in run_dir: give one run_dir")
-    if not any(override.is_sweep_override() for override in parsed):
-        raise ValueError("-m: no setting has several values: write key=a,b")
-    varied = (
-        [f"{one.get_key_element()}={value}" for value in one.sweep_string_iterator()]
-        if one.is_sweep_override()
-        else [one.input_line or ""]
-        for one in parsed
-        if one not in own
-    )
-    runs = [list(combination) for combination in itertools.product(*varied)]
-    if run_dir is None:
-        return runs
-    base = own[-1].value() if own else run_dir
-    return [[*run, f"run_dir={base}/{number}"] for number, run in enumerate(runs)]
-
-
-def _run(command: str, flags: set[str], configs: list[Any]) -> int:
-    """Run the command with each configuration until one fails, and return its exit status."""
+def _run(command: str, flags: set[str], config: Any) -> int:
+    """Run the command with its configuration, and return its exit status."""
     from areal_lite.launch.roles import interruptible
 
     try:
         with interruptible():
-            run = _entry(command, flags)
-            return next((status for config in configs if (status := run(config))), 0)
+            return _entry(command, flags)(config)
     except (ValueError, OSError) as error:
         return _failed(error, 1)
     except KeyboardInterrupt:
@@ -195,15 +161,12 @@ def _help(command: str, composed: Any) -> str:
         usages[switch] = override
     for flag, mode in about.modes.items():
         usages[f"{flag} [key=value …]"] = mode.does
-    trains = issubclass(about.schema, TrainConfig)
-    if trains:
-        usages["-m [key=a,b …]"] = "runs every combination, one after the other"
     lines = [
         f"{'usage:' if not does else '':<7}{written} {usage:<26}{does}".rstrip()
         for usage, does in usages.items()
     ]
     parts = [f"{written}: {about.does}", "\n".join(lines)]
-    if trains:
+    if issubclass(about.schema, TrainConfig):
         parts.append(f"sets of settings:\n{groups_text()}")
     settings = "settings and their values; in brackets, the values that are allowed:"
     return "\n\n".join([*parts, settings, help_text(command, composed)])

@@ -177,8 +177,7 @@ def explain(error: Exception, command: str) -> str:
         hint = did_you_mean(name, options)
         return f"unknown {group}={name}; {f'{hint} ' if hint else ''}there are {', '.join(options)}"
     if several := re.match(r"Ambiguous value for argument '(.+?)'\s1\. ", str(error), re.DOTALL):
-        how = _how_to_type(several[1], command, "give one")
-        return f"{several[1]} is several values: {how}, or add -m to run each"
+        return f"{several[1]} is several values: {_how_to_type(several[1], command, 'give one')}"
     if listed := re.match(r"Error merging override (.+) Cannot convert '\w+' to string", text):
         return f"{listed[1]} is not text: {_how_to_type(listed[1], command)}"
     for pattern, reworded in _REWORDED.items():

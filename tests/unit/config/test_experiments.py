@@ -1,11 +1,11 @@
-"""Every shipped experiment and task is valid and has a plan; sweeps; wrong names get a hint."""
+"""Every shipped experiment and task is valid and has a plan; wrong names get a hint."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from areal_lite.cli import checked_config, main, sweep
+from areal_lite.cli import checked_config, main
 from areal_lite.config import SlurmConfig
 from areal_lite.config.command_line import config_dir
 from areal_lite.quickstart.make_model import build_char_tokenizer
@@ -121,11 +121,6 @@ def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_pl
     assert checked_config(
         "train", [*tools, "rollout.workflow_args.max_turns=9"]
     ).rollout.workflow_args == {**of_the_file, "max_turns": 9}
-    swept = sweep(["rollout.workflow_args.max_turns=2,3", *tools], None)
-    assert [checked_config("train", one).rollout.workflow_args["max_turns"] for one in swept] == [
-        2,
-        3,
-    ]
 
 
 @pytest.mark.parametrize(
@@ -194,8 +189,7 @@ def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_pl
         (["train", "--dryrun"], "unknown option --dryrun; did you mean --dry-run?"),
         (["eval", "--dry-run"], "--dry-run is for `areal-lite train`"),
         (["train", "--print"], "--print is for `areal-lite slurm`"),
-        (["train", "-m"], "no setting has several values"),
-        (["train", "-m", "seed=1,2", "trainer.lr=0"], "trainer.lr=0.0: must be more than 0"),
+        (["train", "trainer.lr=0"], "trainer.lr=0.0: must be more than 0"),
     ],
 )
 def test_a_mistake_is_one_line_that_helps(args, message, model, tmp_path, capsys):
@@ -203,24 +197,3 @@ def test_a_mistake_is_one_line_that_helps(args, message, model, tmp_path, capsys
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and message in lines[0], lines
     assert not (tmp_path / "run").exists()
-
-
-def test_a_sweep_is_every_combination_in_a_folder_of_its_own():
-    assert sweep(["trainer.lr=1e-4,1e-5", "algo=areal", "seed=range(1,3)"], "runs/x") == [
-        [f"trainer.lr={lr}", "algo=areal", f"seed={seed}", f"run_dir=runs/x/{i}"]
-        for i, (lr, seed) in enumerate([("0.0001", 1), ("0.0001", 2), ("1e-05", 1), ("1e-05", 2)])
-    ]
-    assert sweep(["run_dir=a/b", "+experiment=gsm8k,areal"], "else") == [
-        ["+experiment=gsm8k", "run_dir=a/b/0"],
-        ["+experiment=areal", "run_dir=a/b/1"],
-    ]
-    with pytest.raises(ValueError, match="give one run_dir"):
-        sweep(["run_dir=a,b"], "x")
-
-
-def test_a_sweep_runs_one_after_the_other(where, tmp_path, capsys):
-    assert main(["train", "--prepare", "-m", "seed=3,4", TASK, *where]) == 0
-    assert capsys.readouterr().out.split() == [str(tmp_path / "run" / str(i)) for i in range(2)]
-    where[1] += "-of-slurm"
-    assert main(["slurm", "--print", "-m", "trainer.steps=3,4", TASK, *where]) == 0
-    assert capsys.readouterr().out.count("#!/bin/bash") == 2
