@@ -44,7 +44,7 @@ from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase,
 from areal_lite.run_dir.paths import CONTROLLER_STATUS_FILE, STORE_FILE
 from areal_lite.run_dir.resume import TRAINER_RUNS, lock_controller, needed_since, start_version
 from areal_lite.run_dir.store import Store, StoreThread
-from areal_lite.servers.client import Client, SGLangClient
+from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo, announced_servers, mark_unhealthy
 from areal_lite.system import heartbeat
@@ -120,7 +120,7 @@ class Controller:
         self,
         config: TrainConfig,
         dependencies: Dependencies,
-        client: Client,
+        client: SGLangClient,
         announced: Callable[[], list[ServerInfo]],
         mark_unhealthy: Callable[[ServerInfo, str], None] = lambda server, reason: None,
     ):

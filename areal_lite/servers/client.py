@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -164,24 +164,6 @@ class ServersFailed(RuntimeError):
     def __init__(self, errors: list[ServerError]):
         super().__init__("; ".join(str(error) for error in errors))
         self.errors = errors
-
-
-class Client(Protocol):
-    """The calls of `SGLangClient` that the fleet makes. A simulator can implement them."""
-
-    async def generate(
-        self,
-        server: ServerInfo,
-        input_ids: np.ndarray,
-        params: SamplingParams,
-        rid: str,
-        cache_key: str,
-    ) -> GenerationChunk: ...
-    async def weight_version(self, server: ServerInfo) -> int: ...
-    async def check_health(self, server: ServerInfo) -> None: ...
-    async def abort_all(self, server: ServerInfo) -> None: ...
-    async def reset(self, server: ServerInfo) -> None: ...
-    async def close(self) -> None: ...
 
 
 class SGLangClient:

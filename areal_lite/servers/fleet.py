@@ -1,6 +1,6 @@
 """The servers as one: choose a server for each completion, and move it when that server fails.
 
-    Transcript -> Fleet (chooses servers) -> RequestGate (one completion) -> Client
+    Transcript -> Fleet (chooses servers) -> RequestGate (one completion) -> SGLangClient
 
 * A server has failed when its scheduler does not answer a health check, when its connection breaks,
   when its answer is not exactly the expected one (client.py), or when it refuses what another
@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 
 from areal_lite.servers.client import (
-    Client,
     ConnectionLost,
     GenerationChunk,
     SamplingParams,
@@ -38,6 +37,7 @@ from areal_lite.servers.client import (
     ServerNotReady,
     ServerRefused,
     ServerUnreachable,
+    SGLangClient,
 )
 from areal_lite.servers.registry import UNTRUSTED, Router, ServerInfo
 
@@ -107,7 +107,7 @@ class RequestGate:
     for all. `counts` counts `requests` (sent) and `aborts` (requests that came back unfinished).
     """
 
-    def __init__(self, client: Client, router: Router, counts: Counter[str], run_id: str):
+    def __init__(self, client: SGLangClient, router: Router, counts: Counter[str], run_id: str):
         """Make a gate. `run_id` tells this controller from earlier ones on the same servers."""
         self._run_id = run_id
         self._client = client
@@ -145,9 +145,9 @@ class RequestGate:
         """Continue `completion` of `prompt` (int32 [n]) on `server` until it ends.
 
         Raises ServerNotReady if `server` is not ready, ServerFailed for tokens of a version that it
-        cannot have, and what Client.generate raises. `completion` then holds what is known: call
-        again with another server. The budget of `params` counts from the start of the completion.
-        Ids of requests begin with `rid`.
+        cannot have, and what SGLangClient.generate raises. `completion` then holds what is known:
+        call again with another server. The budget of `params` counts from the start of the
+        completion. Ids of requests begin with `rid`.
         """
         empty_aborts = 0
         while completion.finish_reason == "abort":
@@ -271,7 +271,7 @@ class Fleet:
 
     def __init__(
         self,
-        client: Client,
+        client: SGLangClient,
         announced: Callable[[], list[ServerInfo]],
         on_change: Callable[[], None],
         mark_unhealthy: Callable[[ServerInfo, str], None] = lambda server, reason: None,

@@ -25,6 +25,7 @@ from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.pool import RewardPool
 from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.store import StoreThread
+from areal_lite.servers.client import SGLangClient
 from areal_lite.tools.simulate.decoding import Usage
 from areal_lite.tools.simulate.stand_ins import (
     Ledger,
@@ -248,7 +249,8 @@ def _controller(
             reward_s=work.reward_s,
         ),
     )
-    controller = Controller(config, dependencies, servers, servers.announced)
+    client = cast(SGLangClient, servers)
+    controller = Controller(config, dependencies, client, servers.announced)
     controller.batches.lag = cast(Any, NoLag())
     return controller
 
