@@ -98,6 +98,11 @@ class TrainBatch:
         return np.repeat(np.arange(self.num_sequences), self.lengths)
 
     @property
+    def sampled(self) -> np.ndarray:
+        """Return which tokens the policy sampled, bool [T]."""
+        return self.versions >= 0
+
+    @property
     def episode_ids(self) -> np.ndarray:
         """Return the index of each sequence's episode, int64 [n]: of one group and sample index."""
         pairs = np.stack([self.group_ids, self.sample_indices])

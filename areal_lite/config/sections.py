@@ -269,6 +269,9 @@ class TrainerConfig:
     tokens_per_microbatch: int = setting(
         8192, "Tokens of one forward and backward pass.", within=(1, MAX_TOKENS)
     )
+    share_prefixes: bool = setting(
+        True, "Compute tokens once with which several sequences of a microbatch begin."
+    )
     tensor_parallel: int = setting(
         1, "Ranks that share each matrix, and the tokens between the matrices.", within=(1, 1024)
     )

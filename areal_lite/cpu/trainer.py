@@ -3,6 +3,8 @@
 They compute in float32 with one thread. Otherwise torch computes.
 """
 
+from dataclasses import astuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from areal_lite.cpu.kernels import norms
 from areal_lite.cpu.kernels.packed_attention import attend, attend_backward
 from areal_lite.cpu.kernels.products import linear
 from areal_lite.cpu.kernels.vectors import SIZE
-from areal_lite.megatron.kernels import Kernels
+from areal_lite.megatron.kernels import Kernels, Spans
 from areal_lite.megatron.kernels import rotate as rotate_by_torch
 
 # Longest sequence, in tokens, for which the kernel is faster than torch. With heads of 32 it takes
@@ -91,28 +93,28 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 class PackedAttention:
-    """Attention within packed sequences by one kernel, if none of them is long."""
+    """Attention within packed segments by one kernel, if none of them sees many keys."""
 
     def fits(self, like: Tensor, dtype: torch.dtype, head_dim: int, longest: int) -> bool:
         """Return whether the kernel computes with these tensors, and faster than torch."""
         plain = norms.fits(like) and dtype == torch.float32
         return plain and head_dim % SIZE == 0 and longest <= MAX_KERNEL_LENGTH
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, bounds: np.ndarray) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, spans: Spans) -> Tensor:
         """Attend over packed tokens: [t, heads, dim]."""
-        out = _Attention.apply(query, key, value, bounds)
+        out = _Attention.apply(query, key, value, spans)
         assert isinstance(out, Tensor)
         return out
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, bounds: np.ndarray) -> Tensor:
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, spans: Spans) -> Tensor:
         q, k, v = (x.contiguous() for x in (query, key, value))
         out, log_sums = torch.empty_like(q), torch.empty(q.shape[:2])
-        ctx.bounds, ctx.scale = bounds, np.float32(q.shape[2] ** -0.5)
+        ctx.spans, ctx.scale = astuple(spans), np.float32(q.shape[2] ** -0.5)
         arrays = (x.numpy() for x in (q, k, v))
-        attend(*arrays, bounds, ctx.scale, out.numpy(), log_sums.numpy())  # pyright: ignore[reportCallIssue]
+        attend(*arrays, ctx.spans, ctx.scale, out.numpy(), log_sums.numpy())  # pyright: ignore[reportCallIssue]
         ctx.save_for_backward(q, k, v, out, log_sums)
         return out
 
@@ -120,7 +122,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, log_sums = (x.numpy() for x in ctx.saved_tensors)
-        gradients = np.empty_like(q), np.empty_like(k), np.empty_like(v)
+        gradients = np.empty_like(q), np.zeros_like(k), np.zeros_like(v)
         grad = grads[0].contiguous().numpy()
-        attend_backward(q, k, v, ctx.bounds, ctx.scale, (out, log_sums), grad, gradients)
+        attend_backward(q, k, v, ctx.spans, ctx.scale, (out, log_sums), grad, gradients)
         return *map(torch.from_numpy, gradients), None

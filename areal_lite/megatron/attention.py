@@ -6,12 +6,16 @@ Attention is computed in one of three ways:
 * By a kernel of the device over the packed tokens, where it has one that fits (kernels.py).
 * Otherwise one sequence after the other. Padded blocks of sequences were no faster on a CPU.
 
-Under context parallelism the segments of this rank see keys of all ranks (see packing.py).
+Segments see the keys of prefixes that they share, and under context parallelism those of all ranks
+(packing.py). Bounds of queries and of keys that differ say so to FlashAttention: the last query of
+a segment sees all its keys. A shared key is copied for each segment that sees it, for the time that
+a layer computes.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
@@ -21,7 +25,7 @@ from megatron.core.transformer import MegatronModule
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from areal_lite.megatron.kernels import kernels
+from areal_lite.megatron.kernels import Spans, kernels
 from areal_lite.megatron.packing import LocalTokens
 
 Segment = tuple[int, int]  # tokens of its queries, and of its keys
@@ -33,11 +37,10 @@ class PackedSequences(PackedSeqParams):
 
     cos: Tensor  # [l, 1, head_dim], of the angle of each token's position
     sin: Tensor
-    # int64, the gathered index of each key. None without context parallelism, where the keys are
-    # those of this rank.
+    # int64, the gathered index of each key. None where the keys are the segments' own tokens.
     key_index: Tensor | None = None
     segments: list[Segment] | None = None  # where attention is computed one after the other
-    bounds: np.ndarray | None = None  # int64 [n + 1], of the sequences, for the kernel; else None
+    spans: Spans | None = None  # for the kernel; else None
 
     @classmethod
     def build(cls, local: LocalTokens, inv_freq: Tensor, dtype: torch.dtype) -> "PackedSequences":
@@ -51,24 +54,26 @@ class PackedSequences(PackedSeqParams):
         rotation = torch.float32 if kernels.exact_rotation else dtype
         cu_seqlens_q = local.cu_seqlens
         cu_seqlens_k = cu_seqlens_q if local.cu_seqlens_k is None else local.cu_seqlens_k
-        key_index, segments, bounds = local.key_index, None, None
-        longest = int(cu_seqlens_q.diff().max())
+        key_index, segments, spans = local.key_index, None, None
+        longest = int(cu_seqlens_k.diff().max())
         kernel, head_dim = kernels.packed_attention, 2 * len(inv_freq)
-        if kernel and key_index is None and kernel.fits(inv_freq, dtype, head_dim, longest):
-            bounds = cu_seqlens_q.long().numpy()
+        if kernel and kernel.fits(inv_freq, dtype, head_dim, longest):
+            index = torch.arange(len(local.tokens)) if key_index is None else key_index
+            bounds = cu_seqlens_q.long().numpy(), cu_seqlens_k.long().numpy()
+            spans = Spans(queries=bounds[0], keys=bounds[1], index=index.numpy())
         elif not kernels.varlen or dtype == torch.float32:
             segments = list(zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()))
         return cls(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens_q.to(device),
             cu_seqlens_kv=cu_seqlens_k.to(device),
-            max_seqlen_q=longest,
-            max_seqlen_kv=int(cu_seqlens_k.diff().max()),
+            max_seqlen_q=int(cu_seqlens_q.diff().max()),
+            max_seqlen_kv=longest,
             cos=angles.cos().to(rotation),
             sin=angles.sin().to(rotation),
             key_index=None if key_index is None else key_index.to(device),
             segments=segments,
-            bounds=bounds,
+            spans=spans,
         )
 
 
@@ -95,26 +100,56 @@ class PackedAttention(MegatronModule):
         assert packed is not None
         query = kernels.rotate(query, packed.cos, packed.sin)
         key = kernels.rotate(key, packed.cos, packed.sin)
-        if packed.key_index is not None:
-            group = parallel_state.get_context_parallel_group()
-            gathered = gather_from_sequence_parallel_region(
-                torch.cat((key, value), -1), group=group
-            )
-            key, value = gathered.index_select(0, packed.key_index).chunk(2, -1)
-        if packed.bounds is not None:
+        group = parallel_state.get_context_parallel_group()
+        if group.size() > 1:
+            both = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=group)
+            key, value = both.chunk(2, -1)
+        if packed.spans is not None:
             assert kernels.packed_attention is not None
-            return kernels.packed_attention(query, key, value, packed.bounds).flatten(1)
-        if packed.segments is not None:
-            return by_segment(query, key, value, packed.segments).flatten(1)
-        return causal_varlen(
-            query,
-            key.contiguous(),
-            value.contiguous(),
-            packed.cu_seqlens_q,
-            packed.cu_seqlens_kv,
-            packed.max_seqlen_q,
-            packed.max_seqlen_kv,
-        ).flatten(1)
+            return kernels.packed_attention(query, key, value, packed.spans).flatten(1)
+        with _seen(key, value, packed.key_index) as (key, value):
+            if packed.segments is not None:
+                return by_segment(query, key, value, packed.segments).flatten(1)
+            return causal_varlen(
+                query,
+                key.contiguous(),
+                value.contiguous(),
+                packed.cu_seqlens_q,
+                packed.cu_seqlens_kv,
+                packed.max_seqlen_q,
+                packed.max_seqlen_kv,
+            ).flatten(1)
+
+
+@contextmanager
+def _seen(key: Tensor, value: Tensor, index: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Copy the keys and values at `index`, one after the other; None stands for all of them.
+
+    What attention keeps of the copies for backward is copied again there. So a key that many
+    segments see is kept once.
+    """
+    if index is None:
+        yield key, value
+        return
+
+    def copy(x: Tensor) -> Tensor:
+        # The gradient of an embedding is added up in float32, also in half precision.
+        return F.embedding(index, x.flatten(1)).unflatten(1, x.shape[1:])
+
+    def layout(x: Tensor) -> tuple:
+        return x.data_ptr(), x.shape, x.stride()
+
+    copies = copy(key), copy(value)
+    sources = {layout(x): source.detach() for x, source in zip(copies, (key, value))}
+
+    def pack(x: Tensor) -> Tensor | tuple[Tensor]:
+        return (sources[layout(x)],) if layout(x) in sources else x
+
+    def unpack(x: Tensor | tuple[Tensor]) -> Tensor:
+        return x if isinstance(x, Tensor) else copy(x[0])
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield copies
 
 
 def by_segment(query: Tensor, key: Tensor, value: Tensor, segments: list[Segment]) -> Tensor:

@@ -16,15 +16,30 @@ MAX_KEPT = 1 << 31
 """Logits that are kept for backward at most: 8 GiB in float32."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spans:
+    """Which tokens m segments of packed tokens see; the last token of a segment sees all its keys.
+
+    Each token before the last one sees one key less.
+    """
+
+    queries: np.ndarray  # int64 [m + 1], the bounds of the segments
+    keys: np.ndarray  # int64 [m + 1], their bounds in `index`
+    index: np.ndarray  # int64 [k], the token of each key
+
+
 class PackedKernel(Protocol):
-    """Causal attention within packed sequences, as one kernel."""
+    """Causal attention within packed segments, as one kernel."""
 
     def fits(self, like: Tensor, dtype: torch.dtype, head_dim: int, longest: int) -> bool:
-        """Return whether the kernel computes with these tensors, and faster than torch."""
+        """Return whether the kernel computes with these tensors, and faster than torch.
+
+        longest: the keys of a segment.
+        """
         ...
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, bounds: np.ndarray) -> Tensor:
-        """Attend over tokens [t, heads, dim]; `bounds` is int64 [n + 1]. Carries gradients."""
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, spans: Spans) -> Tensor:
+        """Attend over tokens [t, heads, dim]. Carries gradients."""
         ...
 
 

@@ -1,8 +1,9 @@
 """From the last hidden states to per-token results: log-prob and entropy, or a value.
 
-A head is called on the last pipeline stage as head(chunk, hidden, following): hidden is
-[l / tp, 1, hidden], this tensor-parallel rank's share, and following int64 [l], the token after
-each. It returns a tuple of float32 [l] about `following`, equal on all tensor-parallel ranks.
+A head is called on the last pipeline stage as head(chunk, hidden, rows, targets): hidden is
+[l / tp, 1, hidden], this tensor-parallel rank's share; rows is int64 [r], the tokens whose hidden
+states are asked for, and targets int64 [r], the token after each. It returns a tuple of float32 [r]
+about `targets`, equal on all tensor-parallel ranks.
 
 The full logits never exist. With x = hidden @ weight^T / temperature, p = softmax(x) and
 logZ = logsumexp(x) over the whole vocabulary:
@@ -43,7 +44,7 @@ from areal_lite.megatron.parallel import current_device, process_group
 
 CHUNK = 1024  # tokens
 
-Head = Callable[[Backbone, Tensor, Tensor], tuple[Tensor, ...]]
+Head = Callable[[Backbone, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 
 class _Options(NamedTuple):
@@ -290,16 +291,17 @@ def _weight_gradient(weight: Tensor, grad: Tensor | None) -> Tensor | None:
 def lm_head(
     chunk: Backbone,
     hidden: Tensor,
-    following: Tensor,
+    rows: Tensor,
+    targets: Tensor,
     temperature: float,
     vocab_size: int,
     fp32: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return (log-prob of the token, entropy of its distribution), in nats; see `lm_logprobs`."""
     return lm_logprobs(
-        _whole_sequence(hidden)[:, 0],
+        _whole_sequence(hidden)[:, 0].index_select(0, rows),
         chunk.output_weight(),
-        following,
+        targets,
         temperature,
         process_group(parallel_state.get_tensor_model_parallel_group()),
         vocab_size=vocab_size,
@@ -320,9 +322,9 @@ class ValueLayer(torch.nn.Module):
         return F.linear(hidden.float(), self.weight.float())
 
 
-def value_head(chunk: Backbone, hidden: Tensor, following: Tensor) -> tuple[Tensor]:
-    """Return the value of the state before the token."""
-    return (chunk.output_layer(_whole_sequence(hidden))[:, 0, 0],)
+def value_head(chunk: Backbone, hidden: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor]:
+    """Return the value of each state."""
+    return (chunk.output_layer(_whole_sequence(hidden))[rows, 0, 0],)
 
 
 def _whole_sequence(hidden: Tensor) -> Tensor:

@@ -1,31 +1,32 @@
 """Sequences -> microbatches under a token budget, of about equal cost -> the tokens of this rank.
 
-A microbatch is a set of whole sequences laid end to end, without padding. Invariants:
+A microbatch is a set of whole sequences. The model computes their trie (prefixes.py), laid end to
+end without padding: each prefix that they share once. Invariants:
 
 * Every sequence is in exactly one microbatch; none is cut or dropped.
-* A microbatch holds at most `budget` tokens, or one sequence that is longer.
+* The model computes at most `budget` tokens of a microbatch, or one sequence that is longer.
 
-The budget bounds memory, which grows with tokens. Time also grows with the square of each length:
-in units of the time that a layer's matrices take for one token, a sequence of L tokens costs
-L + L^2 / crossover, where `crossover` is the length at which attention takes as much time as the
-matrices (`attention_crossover`). Equal costs keep the stages of a pipeline busy.
+Sequences that share much stay together. The budget bounds memory, which grows with tokens. Time
+also grows with the square of each length: in units of the time that a layer's matrices take for one
+token, the tokens a to b of a sequence cost b - a + (b^2 - a^2) / crossover, where `crossover` is
+the length at which attention takes as much time as the matrices (`attention_crossover`). Equal
+costs keep the stages of a pipeline busy.
 
-With n context-parallel ranks each sequence is cut into 2n chunks of equal size, the last ones
-padded. Rank r computes chunks r and 2n - 1 - r ("zigzag"), so causal attention costs every rank the
-same (Llama 3, arXiv:2407.21783, 3.3.2). With n = 2 and a sequence of 8 tokens:
+With n context-parallel ranks each branch of the trie is cut into 2n chunks of equal size, the last
+ones padded. Rank r computes chunks r and 2n - 1 - r ("zigzag"), so causal attention costs every
+rank the same (Llama 3, arXiv:2407.21783, 3.3.2). With n = 2 and a sequence of 8 tokens:
 
     tokens   0 1 | 2 3 | 4 5 | 6 7
     rank       0     1     1     0
 
-Queries stay on their rank. Keys and values are gathered from all ranks, and a chunk sees those of
-its sequence up to its own end. Where shapes must agree (sequence parallelism, pipeline stages), the
-tokens of a rank are padded at the end by sequences of their own. The rest of the code sees whole
-microbatches: `gathered_index` undoes the split and drops padding.
+Queries stay on their rank. A branch or chunk sees the keys of its sequence up to its own end, which
+are gathered from the trie and from all ranks. Where shapes must agree (sequence parallelism,
+pipeline stages), the tokens of a rank are padded at the end by sequences of their own. The head
+computes results for the *rows* of `LocalTokens`. The rest of the code sees whole microbatches.
 """
 
 import heapq
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -34,6 +35,16 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from areal_lite.megatron.prefixes import (
+    Sorted,
+    Trie,
+    build_trie,
+    families,
+    keys_of,
+    ragged_arange,
+    sort_sequences,
+    unshared,
+)
 from areal_lite.routes import unrecorded
 from areal_lite.train_batch import TrainBatch
 
@@ -42,12 +53,14 @@ _Dataclass = TypeVar("_Dataclass", bound=Any)
 
 @dataclass(slots=True, kw_only=True)
 class Microbatch:
-    """t tokens of n sequences laid end to end."""
+    """t tokens of n sequences laid end to end, and the trie of them that the model computes."""
 
     tokens: Tensor  # int64 [t]
     cu_seqlens: Tensor  # int32 [n + 1], the bounds of the sequences
     position_ids: Tensor  # int64 [t], 0 at each sequence's first token
     token_index: Tensor  # int64 [t], the index of each token in the flat batch
+    scored: Tensor  # bool [t], the tokens that get a log-prob and an entropy; others have zeros
+    trie: Trie
     routes: Tensor | None = None  # [t, layers, top_k], as in TrainBatch; with routing replay
 
 
@@ -79,99 +92,146 @@ def attention_crossover(config: TransformerConfig) -> float:
 
 
 def pack(
-    lengths: Sequence[int] | np.ndarray,
-    budget: int,
-    *,
-    crossover: float = math.inf,
-    multiple: int = 1,
+    sizes: np.ndarray, budget: int, *, costs: np.ndarray | None = None, multiple: int = 1
 ) -> list[list[int]]:
-    """Divide sequences of these lengths into bins of at most `budget` tokens and about equal cost.
+    """Divide items of these sizes into bins of at most `budget` tokens and about equal cost.
 
-    The next longest sequence goes to the cheapest bin; a bin that it does not fit into is closed.
-    Sequences that fit use fewer than 2 x tokens / budget + 1 bins; longer ones stand alone. The
-    number of bins is a multiple of `multiple`, or there is one for each of too few sequences.
+    The next largest item goes to the cheapest bin; a bin that it does not fit into is closed. Items
+    that fit use fewer than 2 x tokens / budget + 1 bins; larger ones stand alone. The number of
+    bins is a multiple of `multiple`, or there is one for each of too few items.
 
-    Returns the indices of the sequences in each bin. Raises ValueError for a budget below 1.
+    costs: float [n]; by default the sizes. Returns the indices of the items in each bin. Raises
+    ValueError for a budget below 1.
     """
     if budget <= 0:
         raise ValueError(f"trainer.tokens_per_microbatch={budget}: it must be positive")
-    sizes = np.asarray(lengths, np.int64)
+    costs = sizes if costs is None else costs
     order = np.argsort(-sizes, kind="stable")
     alone = int((sizes > budget).sum())
-    longest, rest = order[:alone], order[alone:]
+    largest, rest = order[:alone], order[alone:]
     count = -(-int(sizes[rest].sum()) // budget)
     while True:
         count = min(count + -(count + alone) % multiple, len(rest))
-        bins, left = _balance(rest, sizes, budget, crossover, count)
+        bins, left = _balance(rest, sizes[rest], costs[rest], budget, count)
         if not left:
-            return [[int(i)] for i in longest] + bins
+            return [[int(i)] for i in largest] + bins
         count += -(-left // budget)
 
 
 def _balance(
-    order: np.ndarray, sizes: np.ndarray, budget: int, crossover: float, count: int
+    items: np.ndarray, sizes: np.ndarray, costs: np.ndarray, budget: int, count: int
 ) -> tuple[list[list[int]], int]:
-    """Divide the sequences `order`, longest first, into `count` bins.
+    """Divide `items`, the largest first, into `count` bins.
 
     Returns the bins and the number of tokens that did not fit.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
     capacity = [budget] * count
     open_bins = [(0.0, b) for b in range(count)]  # a heap: (cost, bin), the cheapest first
-    ordered = sizes[order]
-    for done, (i, size) in enumerate(zip(order.tolist(), ordered.tolist())):
+    for done, (i, size, cost) in enumerate(zip(items.tolist(), sizes.tolist(), costs.tolist())):
         while open_bins and capacity[open_bins[0][1]] < size:
             heapq.heappop(open_bins)
         if not open_bins:
-            return bins, int(ordered[done:].sum())
-        cost, target = open_bins[0]
+            return bins, int(sizes[done:].sum())
+        before, target = open_bins[0]
         bins[target].append(i)
         capacity[target] -= size
-        heapq.heapreplace(open_bins, (cost + size + size * size / crossover, target))
+        heapq.heapreplace(open_bins, (before + cost, target))
     return bins, 0
 
 
 def make_microbatches(
-    batch: TrainBatch, budget: int, *, crossover: float = math.inf, multiple: int = 1
+    batch: TrainBatch,
+    budget: int,
+    *,
+    crossover: float = math.inf,
+    multiple: int = 1,
+    scored: np.ndarray | None = None,
+    share: bool = True,
 ) -> list[Microbatch]:
     """Pack the sequences of `batch`, this rank's, into microbatches; see `pack`.
 
     `token_index` of the result points into the tokens of `batch`. multiple: as an interleaved
-    pipeline demands.
+    pipeline demands; scored: bool [T], tokens that need a log-prob, by default all, and then the
+    model also computes what follows the last of them; share: whether prefixes are computed once.
     """
-    lengths = batch.lengths
-    bins = pack(lengths, budget, crossover=crossover, multiple=multiple)
-    return [_microbatch(batch, lengths, sorted(members)) for members in bins]
+    lengths, bounds = _computed_lengths(batch, scored), batch.cu_seqlens
+    found = unshared(len(lengths))
+    if share:
+        keys = keys_of(batch.tokens, batch.routes)
+        found = sort_sequences([keys[s : s + n] for s, n in zip(bounds[:-1], lengths)])
+    ordered = lengths[found.order]
+    starts = families(ordered, found.shared, budget)
+    shared = found.shared.copy()
+    shared[starts] = 0
+    costs = ordered - shared + (ordered**2 - shared**2) / crossover
+    sizes = np.add.reduceat(ordered - shared, starts)
+    bins = pack(sizes, budget, costs=np.add.reduceat(costs, starts), multiple=multiple)
+    members = np.split(np.arange(len(lengths)), starts[1:])
+    if scored is None:
+        scored = np.ones(len(batch.tokens), bool)
+    places = [np.concatenate([members[i] for i in sorted(one)]) for one in bins]
+    return [_microbatch(batch, lengths, scored, found, some) for some in places]
 
 
-def _microbatch(batch: TrainBatch, lengths: np.ndarray, members: list[int]) -> Microbatch:
-    own = lengths[members]
-    position_ids = _ragged_arange(own)
+def _computed_lengths(batch: TrainBatch, scored: np.ndarray | None) -> np.ndarray:
+    """Count the tokens of each sequence that the model computes, at least one: int64 [n].
+
+    A log-prob needs the tokens before its own.
+    """
+    if scored is None:
+        return batch.lengths
+    starts, ends = batch.cu_seqlens[:-1], batch.cu_seqlens[1:]
+    marked = np.concatenate(([-1], np.flatnonzero(scored)))
+    last = marked[np.searchsorted(marked, ends) - 1]
+    return np.maximum(last - starts, 1)
+
+
+def _microbatch(
+    batch: TrainBatch, lengths: np.ndarray, scored: np.ndarray, found: Sorted, places: np.ndarray
+) -> Microbatch:
+    """Make the microbatch of the sequences at `places` of the order `found`, ascending."""
+    members = np.sort(found.order[places])
+    own = batch.lengths[members]
+    position_ids = ragged_arange(own)
     token_index = position_ids + np.repeat(batch.cu_seqlens[members], own)
+    bounds = np.cumsum([0, *own])
+    # Neighbors here share the least of what the sequences between them share.
+    passed = found.shared[: places[-1] + 1]
+    shared = np.minimum.reduceat(passed, places[:-1] + 1) if len(places) > 1 else []
+    order = np.searchsorted(members, found.order[places])
+    here = Sorted(order, np.array([0, *shared], np.int64))
     return Microbatch(
         tokens=torch.from_numpy(batch.tokens[token_index].astype(np.int64)),
         cu_seqlens=_bounds(own),
         position_ids=torch.from_numpy(position_ids),
         token_index=torch.from_numpy(token_index),
+        scored=torch.from_numpy(scored[token_index]),
+        trie=build_trie(lengths[members], bounds[:-1], here, bounds[-1]),
         routes=None if batch.routes is None else torch.from_numpy(batch.routes[token_index]),
     )
 
 
 @dataclass(slots=True, kw_only=True)
 class LocalTokens:
-    """l tokens of this rank in m segments laid end to end: sequences, or chunks of sequences.
+    """l tokens of this rank in m segments laid end to end: branches of a trie, or their chunks.
 
     The *gathered* tokens are those of all context-parallel ranks laid end to end, rank by rank.
     """
 
     tokens: Tensor  # int64 [l]
     position_ids: Tensor  # int64 [l], within the sequence
-    following: Tensor  # int64 [l], the token after each; arbitrary after a sequence's last one
     cu_seqlens: Tensor  # int32 [m + 1], the bounds of the segments
-    gathered_index: Tensor  # int64 [t], the gathered token of each token of the microbatch
+    # Results are computed for r rows, equally many on each rank: one for each state, or for each
+    # state and token after it, that the microbatch asks for.
+    rows: Tensor  # int64 [r], the token of this rank whose hidden state it is
+    targets: Tensor  # int64 [r], the token after it
+    # int64 [t], the row of each token of the microbatch among those of all ranks; after the last
+    # one where the token has no result
+    result_index: Tensor
     # int64 [k], the gathered index of every key that each segment sees, segment after segment. The
-    # last token of a segment sees all its keys, each token before it one less. None without context
-    # parallelism.
+    # last token of a segment sees all its keys, each token before it one less. None where they are
+    # the segment's own tokens.
     key_index: Tensor | None = None
     cu_seqlens_k: Tensor | None = None  # int32 [m + 1], the bounds of the segments in `key_index`
     # [l, layers, top_k], as in TrainBatch; padding has none. None without routing replay.
@@ -180,92 +240,121 @@ class LocalTokens:
 
 def local_length(microbatch: Microbatch, size: int, multiple: int = 1) -> int:
     """Count the tokens of each of `size` ranks with padding, a multiple of `multiple`."""
-    lengths = microbatch.cu_seqlens.diff().numpy()
-    length = lengths.sum() if size == 1 else 2 * _chunk(lengths, size).sum()
+    counts = microbatch.trie.counts
+    length = counts.sum() if size == 1 else 2 * _chunk(counts, size).sum()
     return int(-(-length // multiple) * multiple)
 
 
-def local_tokens(microbatch: Microbatch, size: int, rank: int, length: int) -> LocalTokens:
-    """Select the tokens of context-parallel rank `rank` of `size`; each has `length`."""
-    cu_seqlens = microbatch.cu_seqlens.numpy().astype(np.int64)
-    split = [_segments(cu_seqlens, size, r) for r in range(size)]
-    gathered_index = np.empty(cu_seqlens[-1], np.int64)
+def local_tokens(
+    microbatch: Microbatch, size: int, rank: int, length: int, *, states: bool = False
+) -> LocalTokens:
+    """Select the tokens of context-parallel rank `rank` of `size`; each has `length`.
+
+    states: results are of states and not of the tokens after them; see policy.py.
+    """
+    trie = microbatch.trie
+    split = [_segments(trie, size, r) for r in range(size)]
+    place = np.empty(len(trie.token), np.int64)  # the gathered index of each node
     for r, segments in enumerate(split):
-        kept = segments.token_index[segments.real]
-        gathered_index[kept] = r * length + np.flatnonzero(segments.real)
+        place[segments.node[segments.real]] = r * length + np.flatnonzero(segments.real)
     mine = split[rank]
-    padding = length - len(mine.token_index)
+    padding = length - len(mine.node)
     # Sequences no longer than the longest real one: attention stays cheap.
     longest = int(mine.counts.max())
     full, rest = divmod(padding, longest)
     tail = np.array([longest] * full + [rest] * (rest > 0), np.int64)
-    token_index = np.concatenate((mine.token_index, np.zeros(padding, np.int64)))
+    token = np.concatenate((trie.token[mine.node], np.zeros(padding, np.int64)))
+    rows, targets, result_index = _rows(microbatch, place, size, rank, length, states)
     local = LocalTokens(
-        tokens=microbatch.tokens[token_index],
-        position_ids=microbatch.position_ids[token_index],
-        following=microbatch.tokens.roll(-1)[token_index],
+        tokens=microbatch.tokens[token],
+        position_ids=microbatch.position_ids[token],
         cu_seqlens=_bounds(np.concatenate((mine.counts, tail))),
-        gathered_index=torch.from_numpy(gathered_index),
+        rows=torch.from_numpy(rows),
+        targets=torch.from_numpy(targets),
+        result_index=torch.from_numpy(result_index),
     )
     if microbatch.routes is not None:
-        routes = microbatch.routes.numpy()[mine.token_index[mine.real]]
+        routes = microbatch.routes.numpy()[trie.token[mine.node[mine.real]]]
         local.routes = torch.from_numpy(unrecorded(length, routes))
         local.routes.numpy()[np.flatnonzero(mine.real)] = routes
-    if size > 1:
-        # Keys beyond the end of a sequence are seen by padding only.
+    if size > 1 or trie.first.any():
+        # Keys beyond the end of a branch are seen by padding only.
         ends = mine.first + mine.counts
-        last = np.repeat(np.diff(cu_seqlens)[mine.sequence] - 1, ends)
-        starts = np.repeat(cu_seqlens[mine.sequence], ends)
-        seen = starts + np.minimum(_ragged_arange(ends), last)
-        own_padding = rank * length + np.arange(len(mine.token_index), length)
-        local.key_index = torch.from_numpy(np.concatenate((gathered_index[seen], own_padding)))
+        last = np.repeat(trie.ends[mine.branch] - 1, ends)
+        starts = np.repeat(microbatch.cu_seqlens.numpy()[trie.sequence[mine.branch]], ends)
+        seen = trie.node[starts + np.minimum(ragged_arange(ends), last)]
+        own_padding = rank * length + np.arange(len(mine.node), length)
+        local.key_index = torch.from_numpy(np.concatenate((place[seen], own_padding)))
         local.cu_seqlens_k = _bounds(np.concatenate((ends, tail)))
     return local
+
+
+def _rows(
+    microbatch: Microbatch, place: np.ndarray, size: int, rank: int, length: int, states: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return rows, targets and result_index of `LocalTokens`. place: int64 [c], of the nodes."""
+    tokens, bounds = microbatch.tokens.numpy(), microbatch.cu_seqlens.numpy()
+    before = np.arange(len(tokens)) - 1
+    before[bounds[:-1]] = bounds[1:] - 1  # a first token gets the state after the last one
+    if states:
+        asked, following = np.arange(len(tokens)), np.zeros_like(tokens)
+    else:
+        scored = microbatch.scored.numpy() & (microbatch.position_ids.numpy() > 0)
+        asked = np.flatnonzero(scored)
+        following = tokens[asked]
+    # Equal pairs of a state and the token after it are one row.
+    state = place[microbatch.trie.node[before[asked]]]
+    pairs, inverse = np.unique(state << 32 | following, return_inverse=True)
+    state, following = pairs >> 32, pairs & 0xFFFFFFFF
+    owner = state // length
+    counts = np.bincount(owner, minlength=size)
+    most = max(int(counts.max()), 1)
+    result_index = np.full(len(tokens), size * most)
+    result_index[asked] = (owner * most + ragged_arange(counts))[inverse]
+    rows, targets = np.zeros((2, most), np.int64)
+    rows[: counts[rank]] = state[owner == rank] - rank * length
+    targets[: counts[rank]] = following[owner == rank]
+    return rows, targets, result_index
 
 
 @dataclass(slots=True, kw_only=True)
 class _Segments:
     """The m segments of one rank, l tokens with padding."""
 
-    sequence: np.ndarray  # int64 [m], the sequence of each segment
-    first: np.ndarray  # int64 [m], the position of its first token there
+    branch: np.ndarray  # int64 [m], the branch of each segment
+    first: np.ndarray  # int64 [m], the position of its first token in the branch's sequence
     counts: np.ndarray  # int64 [m], its tokens, with padding
-    token_index: np.ndarray  # int64 [l], of the microbatch; padding repeats the sequence's last one
+    node: np.ndarray  # int64 [l], the node of each token; padding repeats the branch's last one
     real: np.ndarray  # bool [l], false for padding
 
 
-def _segments(cu_seqlens: np.ndarray, size: int, rank: int) -> _Segments:
-    starts, lengths = cu_seqlens[:-1], np.diff(cu_seqlens)
-    sequence = np.arange(len(lengths))
+def _segments(trie: Trie, size: int, rank: int) -> _Segments:
+    branch, nodes = np.arange(len(trie.counts)), len(trie.token)
     if size == 1:
         return _Segments(
-            sequence=sequence,
-            first=np.zeros_like(lengths),
-            counts=lengths,
-            token_index=np.arange(cu_seqlens[-1]),
-            real=np.ones(cu_seqlens[-1], bool),
+            branch=branch,
+            first=trie.first,
+            counts=trie.counts,
+            node=np.arange(nodes),
+            real=np.ones(nodes, bool),
         )
-    chunk = _chunk(lengths, size)
-    sequence, counts = np.repeat(sequence, 2), np.repeat(chunk, 2)
+    chunk = _chunk(trie.counts, size)
+    branch, counts = np.repeat(branch, 2), np.repeat(chunk, 2)
     first = np.stack((rank * chunk, (2 * size - 1 - rank) * chunk), 1).ravel()
-    position = np.repeat(first, counts) + _ragged_arange(counts)
-    last = np.repeat(lengths[sequence] - 1, counts)
+    place = np.repeat(first, counts) + ragged_arange(counts)
+    last = np.repeat(trie.counts[branch] - 1, counts)
+    starts = np.cumsum(trie.counts) - trie.counts
     return _Segments(
-        sequence=sequence,
-        first=first,
+        branch=branch,
+        first=trie.first[branch] + first,
         counts=counts,
-        token_index=np.repeat(starts[sequence], counts) + np.minimum(position, last),
-        real=position <= last,
+        node=np.repeat(starts[branch], counts) + np.minimum(place, last),
+        real=place <= last,
     )
 
 
 def _chunk(lengths: np.ndarray, size: int) -> np.ndarray:
     return -(-lengths // (2 * size))
-
-
-def _ragged_arange(counts: np.ndarray) -> np.ndarray:
-    """Return 0, 1, ..., counts[0] - 1, 0, 1, ..., counts[1] - 1, ..."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _bounds(counts: np.ndarray) -> Tensor:

@@ -8,10 +8,12 @@ advantages or servers: the loss is a function given to `update`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -50,6 +52,7 @@ from areal_lite.megatron.packing import (
     to_device,
 )
 from areal_lite.megatron.parallel import init_distributed, process_group, select_dtype
+from areal_lite.megatron.prefixes import build_trie, unshared
 from areal_lite.system import heartbeat
 from areal_lite.train_batch import TrainBatch
 
@@ -68,6 +71,8 @@ class ParallelModel:
     adapters; with_values: a value layer stands in place of the output layer. Raises ValueError for
     a model or a setting that is not supported.
     """
+
+    replays_routes = False
 
     def __init__(
         self, config: TrainerConfig, model_path: str | Path, seed: int, with_values: bool = False
@@ -104,13 +109,18 @@ class ParallelModel:
             fp32=self.config.fp32_head,
         )
 
-    def microbatches(self, batch: TrainBatch) -> list[Microbatch]:
-        """Pack this rank's batch into microbatches of at most `tokens_per_microbatch` tokens."""
+    def microbatches(self, batch: TrainBatch, scored: np.ndarray | None = None) -> list[Microbatch]:
+        """Pack this rank's batch into microbatches of at most `tokens_per_microbatch` tokens.
+
+        scored: bool [T], the tokens that need a log-prob; by default all of them.
+        """
         return make_microbatches(
-            batch,
+            batch if self.replays_routes else replace(batch, routes=None),
             self.config.tokens_per_microbatch,
             crossover=attention_crossover(self.chunks[0].config),
             multiple=self.pp_group.size() if self.config.virtual_pipeline > 1 else 1,
+            scored=scored,
+            share=self.config.share_prefixes,
         )
 
     @torch.no_grad()
@@ -148,7 +158,10 @@ class ParallelModel:
         lengths = [local_length(m, size, self.tp_group.size()) for m in microbatches]
         if self.pp_group.size() > 1:  # stages send each other tensors of one shape
             lengths = [max(lengths)] * len(lengths)
-        local = [local_tokens(m, size, rank, length) for m, length in zip(microbatches, lengths)]
+        local = [
+            local_tokens(m, size, rank, length, states=self.with_values)
+            for m, length in zip(microbatches, lengths)
+        ]
         iterators = [iter(list(zip(microbatches, local))) for _ in modules]
         return get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, head, finish),
@@ -203,25 +216,20 @@ class ParallelModel:
         if not chunk.post_process:
             return hidden, None
         microbatch = to_device(microbatch, self.device)
-        results = head(chunk, hidden, local.following)
-        outputs = tuple(self._per_token(x, local, microbatch) for x in results)
+        results = head(chunk, hidden, local.rows, local.targets)
+        outputs = tuple(self._per_token(x, local) for x in results)
         return outputs[0], lambda *_, **__: finish(outputs, microbatch)
 
-    def _per_token(self, x: Tensor, local: LocalTokens, microbatch: Microbatch) -> Tensor:
-        """Reorder [l], about the tokens that follow this rank's, to [t], about the microbatch's.
+    def _per_token(self, x: Tensor, local: LocalTokens) -> Tensor:
+        """Copy the results of this rank's rows, [r], to the tokens of the microbatch, [t].
 
-        The result is the same on all context-parallel ranks.
+        The result is the same on all context-parallel ranks; it is 0 for a token that has no row.
         """
         if self.cp_group.size() > 1:
             x = gather_from_sequence_parallel_region(
                 x, tensor_parallel_output_grad=False, group=self.cp_group
             )
-        bounds = microbatch.cu_seqlens.long()
-        previous = torch.arange(len(local.gathered_index), device=x.device) - 1
-        previous[bounds[:-1]] = bounds[1:] - 1  # a first token gets the entry of the last one
-        x = x.index_select(0, local.gathered_index[previous])
-        # Nothing follows a last token, so it has no log-prob.
-        return x if self.with_values else x.masked_fill(microbatch.position_ids == 0, 0.0)
+        return torch.cat((x, x.new_zeros(1))).index_select(0, local.result_index)
 
     def from_last_stage(self, tensor: Tensor) -> None:
         """Overwrite `tensor` on all pipeline stages with its content on the last stage."""
@@ -253,6 +261,8 @@ def _filler() -> Microbatch:
         cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
         position_ids=one,
         token_index=torch.zeros(0, dtype=torch.int64),
+        scored=torch.zeros(1, dtype=torch.bool),
+        trie=build_trie(np.ones(1, np.int64), np.zeros(1, np.int64), unshared(1), 1),
     )
 
 

@@ -31,11 +31,12 @@ class Reference(ParallelModel):
         self._release()
 
     def logprobs(self, batch: TrainBatch, temperature: float = 1.0) -> Tensor:
-        """Compute the log-probs of all tokens of `batch`: float32 [T], as `Policy.logprobs`."""
+        """Compute the log-probs of sampled tokens of `batch`: float32 [T], others 0."""
         for parameter, waiting in zip(self._parameters, self._waiting):
             parameter.data = waiting.to(self.device, non_blocking=True)
         try:
-            return self.outputs(self.microbatches(batch), self.language_head(temperature))[0]
+            microbatches = self.microbatches(batch, batch.sampled)
+            return self.outputs(microbatches, self.language_head(temperature))[0]
         finally:
             self._release()
 
@@ -52,9 +53,11 @@ class BaseReference:
         self._policy = policy
 
     def logprobs(self, batch: TrainBatch, temperature: float = 1.0) -> Tensor:
-        """Compute the log-probs of all tokens of `batch`: float32 [T], as `Policy.logprobs`."""
+        """Compute the log-probs of sampled tokens of `batch`: float32 [T], others 0."""
         with without_adapters(self._policy.chunks):
-            return self._policy.logprobs(self._policy.microbatches(batch), temperature)
+            return self._policy.logprobs(
+                self._policy.microbatches(batch, batch.sampled), temperature
+            )
 
 
 class SourceReferences:
@@ -71,7 +74,7 @@ class SourceReferences:
             )
 
     def logprobs(self, batch: TrainBatch, temperature: float = 1.0) -> Tensor:
-        """Compute the log-probs of all tokens of `batch`: float32 [T], as `Policy.logprobs`.
+        """Compute the log-probs of sampled tokens of `batch`: float32 [T], others 0.
 
         Raises ValueError for a sequence of a source that has no reference here.
         """
@@ -105,14 +108,14 @@ class CachedReference:
     ):
         self._reference = reference
         self._max_tokens = max_tokens
-        self._known: dict[bytes, np.ndarray] = {}  # source and tokens -> log-probs, last used last
+        self._known: dict[bytes, np.ndarray] = {}  # sequence -> log-probs, last used last
 
     def logprobs(self, batch: TrainBatch, temperature: float = 1.0) -> Tensor:
         """Return what `Reference.logprobs` returns. Every call has the same `temperature`."""
-        ends = batch.cu_seqlens
+        ends, tokens, sampled = batch.cu_seqlens, batch.tokens, batch.sampled
         keys = [
-            source.tobytes() + batch.tokens[ends[i] : ends[i + 1]].tobytes()
-            for i, source in enumerate(batch.source_keys)
+            b"".join(x.tobytes() for x in (source, tokens[at], sampled[at]))
+            for source, at in zip(batch.source_keys, map(slice, ends, ends[1:]))
         ]
         first = {key: i for i, key in reversed(list(enumerate(keys)))}
         # At least one sequence is computed: with expert parallelism all ranks compute together,

@@ -59,7 +59,7 @@ def update(policy: Policy, batch: TrainBatch) -> dict[str, float]:
     def loss(logprobs, entropy, microbatch):
         return -(logprobs * mask[microbatch.token_index]).sum() / denominator, {}
 
-    return policy.update(policy.microbatches(batch), loss)
+    return policy.update(policy.microbatches(batch, batch.loss_mask), loss)
 
 
 def _demonstration(config: SftConfig, tokenizer: Tokenizer, index: int) -> Trajectory:

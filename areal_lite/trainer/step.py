@@ -121,10 +121,10 @@ class StepResult:
 class _Update:
     """The tokens of one optimizer update; all token indices point into the batch of the step."""
 
-    microbatches: list[Microbatch]  # sequences with a gradient, or the first one without any
+    microbatches: list[Microbatch]  # of `runs_on`
     token_index: Tensor  # int64, on the device: all tokens of the update
     idle_index: Tensor  # int64, on the device: tokens of the sequences without a gradient
-    runs_on: np.ndarray  # int64, the sequences of `microbatches`
+    runs_on: np.ndarray  # int64, the sequences with a gradient, or the first one without any
     first: bool
 
 
@@ -140,7 +140,7 @@ def policy_step(
     if objective.prox_pass == "rest":
         rest = np.setdiff1d(np.arange(batch.num_sequences), updates[0].runs_on)
         _proximal_pass(models.policy, batch, flat, rest, config.rollout.temperature)
-    reported = [_run_update(models, objective, flat, update, config) for update in updates]
+    reported = [_run_update(models, objective, batch, flat, update, config) for update in updates]
     if objective.prox_pass != "all":
         models.policy.from_last_stage(flat.prox)  # the updates have filled it in there
     metrics = {
@@ -194,7 +194,7 @@ def _forward_passes(
         # The reference policy chooses its own experts.
         flat.reference = models.reference.logprobs(replace(batch, routes=None), temperature)
     if models.critic:
-        flat.values = models.critic.values(models.policy.microbatches(batch))
+        flat.values = models.critic.values(models.critic.microbatches(batch))
 
 
 def _proximal_pass(
@@ -209,7 +209,8 @@ def _proximal_pass(
     if not len(sequences):
         sequences = np.arange(1)
     index = torch.from_numpy(batch.token_indices(sequences)).to(policy.device)
-    microbatches = policy.microbatches(batch.select(sequences))
+    chosen = batch.select(sequences)
+    microbatches = policy.microbatches(chosen, chosen.sampled)
     prox, entropy = policy.logprobs_and_entropies(microbatches, temperature)
     flat.prox[index], flat.entropy[index] = prox, entropy
 
@@ -222,14 +223,9 @@ def _updates(policy: Policy, batch: TrainBatch, trains_on: Tensor, num: int) -> 
         chosen = sequences[active[sequences]]
         if not len(chosen):
             chosen = sequences[:1]  # every rank takes part in an update
-        run_index = torch.from_numpy(batch.token_indices(chosen))
-        microbatches = [
-            replace(microbatch, token_index=run_index[microbatch.token_index])
-            for microbatch in policy.microbatches(batch.select(chosen))
-        ]
         updates.append(
             _Update(
-                microbatches=microbatches,
+                microbatches=_microbatches(policy, batch, chosen, batch.sampled),
                 token_index=torch.from_numpy(batch.token_indices(sequences)).to(policy.device),
                 idle_index=torch.from_numpy(batch.token_indices(idle)).to(policy.device),
                 runs_on=chosen,
@@ -239,8 +235,25 @@ def _updates(policy: Policy, batch: TrainBatch, trains_on: Tensor, num: int) -> 
     return updates
 
 
+def _microbatches(
+    model: TrainableModel, batch: TrainBatch, sequences: np.ndarray, scored: np.ndarray | None
+) -> list[Microbatch]:
+    """Pack `sequences`; token indices point into the tokens of the whole batch."""
+    index = batch.token_indices(sequences)
+    part = None if scored is None else scored[index]
+    return [
+        replace(microbatch, token_index=torch.from_numpy(index)[microbatch.token_index])
+        for microbatch in model.microbatches(batch.select(sequences), part)
+    ]
+
+
 def _run_update(
-    models: Models, objective: Objective, flat: FlatBatch, update: _Update, config: TrainConfig
+    models: Models,
+    objective: Objective,
+    batch: TrainBatch,
+    flat: FlatBatch,
+    update: _Update,
+    config: TrainConfig,
 ) -> tuple[dict[str, float], dict[str, float] | None]:
     """Update the policy, then the critic if there is one; return what each reports."""
     policy, critic, temperature = models.policy, models.critic, config.rollout.temperature
@@ -271,11 +284,11 @@ def _run_update(
         return LossOutput(output.loss, combined(output.metrics, metrics))
 
     reported = policy.update(update.microbatches, policy_loss, temperature, minibatch.lr_factor)
-    return reported, _update_critic(critic, flat, update, config) if critic else None
+    return reported, _update_critic(critic, batch, flat, update) if critic else None
 
 
 def _update_critic(
-    critic: Critic, flat: FlatBatch, update: _Update, config: TrainConfig
+    critic: Critic, batch: TrainBatch, flat: FlatBatch, update: _Update
 ) -> dict[str, float]:
     count = denominator(flat, update.token_index, mode="token", reduce=data_parallel_sum)
 
@@ -290,7 +303,7 @@ def _update_critic(
             denominator=count,
         )
 
-    return critic.update(update.microbatches, loss)
+    return critic.update(_microbatches(critic, batch, update.runs_on, None), loss)
 
 
 def policy_metrics(updates: list[dict[str, float]]) -> dict[str, float]:

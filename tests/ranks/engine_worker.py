@@ -35,11 +35,17 @@ SETTINGS = dict(
 
 
 def random_batch(num_sequences: int, vocab: int, seed: int) -> TrainBatch:
+    """Draw sequences of which each begins like an earlier one, often."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, 40, num_sequences)
     total = int(lengths.sum())
+    sequences = [rng.integers(0, vocab, length) for length in lengths]
+    for i in range(1, num_sequences):
+        earlier = sequences[rng.integers(i)]
+        shared = rng.integers(min(lengths[i], len(earlier)) + 1)
+        sequences[i][:shared] = earlier[:shared]
     return TrainBatch(
-        tokens=rng.integers(0, vocab, total).astype(np.int32),
+        tokens=np.concatenate(sequences).astype(np.int32),
         loss_mask=np.ones(total, bool),
         behavior_logprobs=np.zeros(total, np.float32),
         versions=np.zeros(total, np.int32),

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from areal_lite.config import TrainerConfig
 from areal_lite.megatron.model import changed_share
+from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import init_distributed, shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.routes import ExpertLayout
@@ -28,9 +29,16 @@ UPDATES = 3
 
 
 def routed_batch(num_sequences: int, seed: int) -> TrainBatch:
-    """Make a batch with random routes. Last tokens and the second sequence have none."""
+    """Make a batch with random routes. Last tokens and the second sequence have none.
+
+    A prefix that sequences share has one or the other route in each of them.
+    """
     batch, rng = random_batch(num_sequences, VOCAB, seed), np.random.default_rng(seed)
-    scores = rng.random((len(batch.tokens), LAYOUT.layers, LAYOUT.experts))
+    ends, known = batch.cu_seqlens[batch.sequence_ids], {}
+    prefixes = [batch.tokens[start : i + 1].tobytes() for i, start in enumerate(ends)]
+    scores = rng.random((len(batch.tokens), 2, LAYOUT.layers, LAYOUT.experts))
+    scores = np.stack([known.setdefault(one, own) for one, own in zip(prefixes, scores)])
+    scores = scores[np.arange(len(scores)), (batch.sequence_ids % 5 == 2).astype(int)]
     routes = np.sort(scores.argsort(-1)[..., : LAYOUT.top_k]).astype(LAYOUT.dtype)
     routes[batch.cu_seqlens[1:] - 1] = 255
     routes[batch.sequence_ids == 1] = 255
@@ -54,6 +62,8 @@ def run(job: dict, layout: dict, out: Path) -> dict:
     engine = Policy(settings, job["model"], seed=1, routing_replay=True)
     batch = routed_batch(12, seed=100)
     results = {"logprobs": engine.logprobs(engine.microbatches(batch))}
+    changed_share(engine.chunks)
+    results["plain"] = engine.logprobs(make_microbatches(batch, 64, share=False))
     results["changed"] = changed_share(engine.chunks)
     results["own"] = engine.logprobs(engine.microbatches(replace(batch, routes=None)))
     results["changed_own"] = changed_share(engine.chunks)

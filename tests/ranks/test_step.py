@@ -50,19 +50,26 @@ def model(tmp_path_factory) -> Path:
 
 
 def batch(seed: int = 0, groups: int = 4, size: int = 3) -> TrainBatch:
-    """Make ragged sequences of versions 1..3, with log-probs near those of a random model."""
+    """Make ragged sequences of versions 1..3, with log-probs near those of a random model.
+
+    Most sequences of a group begin with the same prompt, and some answers with the same tokens.
+    """
     rng = np.random.default_rng(seed)
     trajectories = []
     for group in range(groups):
+        beginning = rng.integers(2, 98, rng.integers(1, 12))
         for sample_index in range(size):
             prompt, length = rng.integers(1, 6), rng.integers(1, 20)
+            tokens = rng.integers(2, 98, prompt + length)
+            if sample_index != 1:
+                tokens[: len(beginning)] = beginning[: len(tokens)]
             sampled = np.repeat([False, True], [prompt, length])
             trajectories.append(
                 Trajectory(
                     group_id=group,
                     prompt_id=str(group),
                     sample_index=sample_index,
-                    tokens=rng.integers(2, 98, prompt + length).astype(np.int32),
+                    tokens=tokens.astype(np.int32),
                     loss_mask=sampled,
                     behavior_logprobs=np.where(
                         sampled, -4.5 + rng.normal(0, 0.2, prompt + length), 0
@@ -83,7 +90,8 @@ def step(model: Path, data: TrainBatch, algo: AlgoConfig = AlgoConfig(), **train
         model=str(model), algo=algo, trainer=settings, rollout=RolloutConfig(temperature=0.9)
     )
     engine = Policy(settings, model, 1)
-    before = engine.logprobs(make_microbatches(data, settings.tokens_per_microbatch), 0.9)
+    plain = make_microbatches(data, settings.tokens_per_microbatch, share=False)
+    before = engine.logprobs(plain, 0.9) * torch.from_numpy(data.sampled)
     result = policy_step(Models(engine), build_objective(config), data, config, 3)
     weights = {
         name: tensor.clone() for bucket in engine.weights.buckets(2**30) for name, tensor in bucket
@@ -330,8 +338,9 @@ def test_both_passes_of_a_step_replay_the_routes_of_its_batch(tmp_path):
     objective = build_objective(config)
     models = build_models(config, objective)
     policy = models.policy
-    replayed = policy.logprobs(policy.microbatches(data))
-    own = policy.logprobs(policy.microbatches(replace(data, routes=None)))
+    sampled = torch.from_numpy(data.sampled)
+    replayed = policy.logprobs(policy.microbatches(data)) * sampled
+    own = policy.logprobs(policy.microbatches(replace(data, routes=None))) * sampled
     assert (own - replayed).abs().max() > 1e-3
     result = policy_step(models, objective, data, config, 3)
     torch.testing.assert_close(result.prox, replayed.cpu(), rtol=0, atol=1e-6)
@@ -339,7 +348,8 @@ def test_both_passes_of_a_step_replay_the_routes_of_its_batch(tmp_path):
     assert 0.5 < result.metrics["routes_changed"] < 1
     assert result.metrics["reference_kl"] > 1e-8, "equal weights, but experts of its own"
     plain = Policy(config.trainer, out, config.seed)
-    assert torch.equal(plain.logprobs(plain.microbatches(data)), own), "without it they are ignored"
+    ignored = plain.logprobs(plain.microbatches(data)) * sampled
+    assert torch.equal(ignored, own), "without it they are ignored"
 
 
 def every_token_after(prompts: np.ndarray, vocabulary: int) -> TrainBatch:
@@ -427,6 +437,7 @@ def test_each_source_learns_from_a_teacher_of_its_own(model, tmp_path):
         with torch.no_grad():
             logprobs = (scorers[name](tokens[None]).logits[0] / 0.7).log_softmax(-1)
         expected = logprobs[:-1].gather(-1, tokens[1:, None])[:, 0].float()
+        expected *= torch.from_numpy(data.sampled[own][1:])
         torch.testing.assert_close(result[own][1:], expected, atol=2e-5, rtol=1e-5)
 
 

@@ -1,8 +1,8 @@
-"""Causal attention within packed sequences, and its gradient, without a GPU.
+"""Causal attention within packed segments, and its gradient, without a GPU.
 
-`ROWS` queries are computed together, so that each vector of keys or values is loaded once for all
-of them. Scores are computed again for the gradient. No more than [ROWS, longest sequence] of them
-exist at a time.
+The keys that a segment sees are copied side by side first, for each group of heads. `ROWS` queries
+are computed together, so that each vector of keys or values is loaded once for all of them. Scores
+are computed again for the gradient. No more than [ROWS, most keys] of them exist at a time.
 """
 
 # numba passes the first argument of an intrinsic itself.
@@ -26,82 +26,114 @@ ROWS = 4
 
 
 @numba.njit(cache=True, nogil=True, fastmath=True)
-def attend(query, key, value, bounds, scale, out, log_sums):
-    """Set out[t, h] = softmax(scale · query[t, h] · K) · V over the tokens of t's sequence up to t.
+def attend(query, key, value, spans, scale, out, log_sums):
+    """Set out[t, h] = softmax(scale · query[t, h] · K) · V over the keys that t sees.
 
     Args:
         query: float32 [tokens, heads, dim]; dim is a multiple of 16.
         key, value: float32 [tokens, groups, dim]; a group serves heads / groups heads.
-        bounds: int64 [n + 1], where sequences begin and end.
+        spans: queries, keys and index of areal_lite.megatron.kernels.Spans.
         scale: float32.
         out: as query, written.
         log_sums: float32 [tokens, heads], written: log Σ exp(scale · query · K).
     """
     (_, heads, dim), groups = query.shape, key.shape[1]
+    queries, bounds, index = spans
     longest = _whole_vectors(np.diff(bounds).max())
-    keys, weights = np.empty((dim, longest), np.float32), np.empty((ROWS, longest), np.float32)
+    keys, values = np.empty((dim, longest), np.float32), np.empty((longest, dim), np.float32)
+    weights = np.empty((ROWS, longest), np.float32)
     for i in range(len(bounds) - 1):
-        start, end = bounds[i], bounds[i + 1]
+        start, end, seen = queries[i], queries[i + 1], index[bounds[i] : bounds[i + 1]]
+        before = len(seen) - (end - start)
         for head in range(heads):
             group = head * groups // heads
             if head * groups % heads == 0:
-                _transpose(key[start:end, group], keys)
-            q, v, o = query[start:end, head], value[start:end, group], out[start:end, head]
-            for row in range(0, end - start, ROWS):
-                some = q[row : row + ROWS]
-                seen = row + len(some)
-                _products(some, keys, seen, weights)
+                _transpose(key, seen, group, keys)
+                _copy(value, seen, group, values)
+            for row in range(start, end, ROWS):
+                some = query[row : min(row + ROWS, end), head]
+                first = before + row - start
+                known = first + len(some)
+                _products(some, keys, known, weights)
                 for r in range(len(some)):
-                    log_sums[start + row + r, head] = softmax(weights[r, : row + r + 1], scale)
-                _clear(weights, row, len(some))
-                _sums(weights, v[:seen], o[row:seen])
+                    log_sums[row + r, head] = softmax(weights[r, : first + r + 1], scale)
+                _clear(weights, first, len(some))
+                _sums(weights, values[:known], out[row : row + len(some), head])
 
 
 @numba.njit(cache=True, nogil=True, fastmath=True)
-def attend_backward(query, key, value, bounds, scale, results, grad_out, gradients):
+def attend_backward(query, key, value, spans, scale, results, grad_out, gradients):
     """Set the gradients of query, key and value, given that of `attend`'s out.
 
     With p the softmax and g = grad_out, the gradient of a score is p · (g · V − Σ_d g · out), as in
     FlashAttention (Dao et al., 2022, arXiv:2205.14135, appendix B).
 
     Args:
-        query, key, value, bounds, scale: of `attend`.
+        query, key, value, spans, scale: of `attend`.
         results: out and log_sums of `attend`.
         grad_out: as out.
-        gradients: as (query, key, value), written.
+        gradients: as (query, key, value), written; those of key and value are zero before.
     """
     (_, heads, dim), groups = query.shape, key.shape[1]
+    queries, bounds, index = spans
     out, log_sums = results
     grad_query, grad_key, grad_value = gradients
-    grad_key[:] = 0
-    grad_value[:] = 0
     longest = _whole_vectors(np.diff(bounds).max())
     keys, values = np.empty((dim, longest), np.float32), np.empty((dim, longest), np.float32)
-    weights, slopes = np.empty((ROWS, longest), np.float32), np.empty((ROWS, longest), np.float32)
+    rows, sums = np.empty((longest, dim), np.float32), np.empty((2, longest, dim), np.float32)
+    scratch = np.empty((2, ROWS, longest), np.float32)
     for i in range(len(bounds) - 1):
-        start, end = bounds[i], bounds[i + 1]
-        for head in range(heads):
-            group = head * groups // heads
-            k = key[start:end, group]
-            if head * groups % heads == 0:
-                _transpose(k, keys)
-                _transpose(value[start:end, group], values)
-            for row in range(start, end, ROWS):
-                q, g = query[row : min(row + ROWS, end), head], grad_out[row:end, head][:ROWS]
-                count, seen = len(q), row - start + len(q)
-                _products(q, keys, seen, weights)
-                _products(g, values, seen, slopes)
-                for r in range(count):
-                    delta = np.float32(0)
-                    for d in range(dim):
-                        delta += g[r, d] * out[row + r, head, d]
-                    log_sum = log_sums[row + r, head]
-                    _slopes(weights[r, : seen - count + r + 1], slopes[r], scale, log_sum, delta)
-                _clear(weights, seen - count, count)
-                _clear(slopes, seen - count, count)
-                _sums(slopes, k[:seen], grad_query[row : row + count, head])
-                _add_products(slopes, q, grad_key[start : start + seen, group])
-                _add_products(weights, g, grad_value[start : start + seen, group])
+        own, seen = slice(queries[i], queries[i + 1]), index[bounds[i] : bounds[i + 1]]
+        for group in range(groups):
+            _transpose(key, seen, group, keys)
+            _transpose(value, seen, group, values)
+            _copy(key, seen, group, rows)
+            sums[:, : len(seen)] = 0
+            for head in range(group * heads // groups, (group + 1) * heads // groups):
+                _head_backward(
+                    (query[own, head], out[own, head], log_sums[own, head], grad_out[own, head]),
+                    (keys, values, rows[: len(seen)]),
+                    scale,
+                    scratch,
+                    grad_query[own, head],
+                    sums,
+                )
+            _add(sums[0], seen, group, grad_key)
+            _add(sums[1], seen, group, grad_value)
+
+
+@numba.njit(cache=True, nogil=True, fastmath=True)
+def _head_backward(of_queries, of_keys, scale, scratch, grad_query, sums):
+    """Set the gradient of a segment's queries, and add those of its keys and values to `sums`.
+
+    Args:
+        of_queries: queries, results, their log_sums and gradients, of one head.
+        of_keys: columns of keys and of values, and rows of keys, of one group.
+        scale: of `attend`.
+        scratch: float32 [2, ROWS, most keys].
+        grad_query: as the queries, written.
+        sums: float32 [2, most keys, dim], added to.
+    """
+    query, out, log_sums, grad_out = of_queries
+    keys, values, rows = of_keys
+    weights, slopes = scratch
+    before = len(rows) - len(query)
+    for row in range(0, len(query), ROWS):
+        q, g = query[row : row + ROWS], grad_out[row : row + ROWS]
+        count, first = len(q), before + row
+        known = first + count
+        _products(q, keys, known, weights)
+        _products(g, values, known, slopes)
+        for r in range(count):
+            delta = np.float32(0)
+            for d in range(q.shape[1]):
+                delta += g[r, d] * out[row + r, d]
+            _slopes(weights[r, : first + r + 1], slopes[r], scale, log_sums[row + r], delta)
+        _clear(weights, first, count)
+        _clear(slopes, first, count)
+        _sums(slopes, rows[:known], grad_query[row : row + count])
+        _add_products(slopes, q, sums[0, :known])
+        _add_products(weights, g, sums[1, :known])
 
 
 @numba.njit(cache=True, nogil=True)
@@ -110,12 +142,28 @@ def _whole_vectors(length):
 
 
 @numba.njit(cache=True, nogil=True)
-def _transpose(rows, columns):
-    """Set columns[:, j] to row j, and to zeros after the last row, up to a whole vector."""
-    for j in range(len(rows)):
+def _transpose(tensor, index, group, columns):
+    """Set columns[:, j] to tensor[index[j], group], and to zeros after the last, to a vector."""
+    for j in range(len(index)):
         for d in range(len(columns)):
-            columns[d, j] = rows[j, d]
-    columns[:, len(rows) : _whole_vectors(len(rows))] = 0
+            columns[d, j] = tensor[index[j], group, d]
+    columns[:, len(index) : _whole_vectors(len(index))] = 0
+
+
+@numba.njit(cache=True, nogil=True)
+def _copy(tensor, index, group, rows):
+    """Set rows[j] to tensor[index[j], group]."""
+    for j in range(len(index)):
+        for d in range(rows.shape[1]):
+            rows[j, d] = tensor[index[j], group, d]
+
+
+@numba.njit(cache=True, nogil=True)
+def _add(rows, index, group, tensor):
+    """Add rows[j] to tensor[index[j], group]."""
+    for j in range(len(index)):
+        for d in range(rows.shape[1]):
+            tensor[index[j], group, d] += rows[j, d]
 
 
 @numba.njit(cache=True, nogil=True, fastmath=True)

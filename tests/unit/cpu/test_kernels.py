@@ -11,8 +11,10 @@ from areal_lite.cpu.kernels import norms
 from areal_lite.cpu.kernels.products import linear
 from areal_lite.cpu.trainer import PackedAttention, rotate
 from areal_lite.megatron.attention import PackedSequences
+from areal_lite.megatron.kernels import Spans
 from areal_lite.megatron.model import RMSNorm
-from areal_lite.megatron.packing import LocalTokens
+from areal_lite.megatron.packing import local_tokens, make_microbatches
+from tests.unit.megatron.sequences import batch_of
 
 shapes = st.tuples(st.integers(1, 9), st.integers(1, 3), st.sampled_from([2, 8, 34, 128]))
 
@@ -111,30 +113,42 @@ def test_a_sum_is_normed_and_kept(shape, seed):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=5),
+    segments=st.lists(
+        st.tuples(st.integers(1, 70), st.sampled_from([0, 0, 1, 30])), min_size=1, max_size=5
+    ),
     heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (3, 3)]),
     dim=st.sampled_from([16, 32, 80]),
     scale=st.sampled_from([0.1, 1.0, 4.0]),
     seed=st.integers(0, 2**31),
 )
-def test_packed_attention_and_its_gradients(lengths, heads, dim, scale, seed):
+def test_packed_attention_and_its_gradients(segments, heads, dim, scale, seed):
+    """A segment sees its own tokens, and before them some of all tokens."""
     torch.manual_seed(seed)
+    lengths = [length for length, _ in segments]
     tensors = [scale * torch.randn(sum(lengths), n, dim) for n in (heads[0], heads[1], heads[1])]
     # A part of wider rows, as Megatron's projections give it. The gradient is not contiguous.
     query, key, value = (torch.cat([x, x], -1)[..., :dim].requires_grad_() for x in tensors)
+    queries = np.cumsum([0, *lengths])
+    seen = [
+        torch.cat((torch.randint(0, sum(lengths), (before,)), torch.arange(start, start + length)))
+        for start, (length, before) in zip(queries, segments)
+    ]
 
     def packed(*inputs):
-        bounds = np.cumsum([0, *lengths])
-        return PackedAttention()(*inputs, bounds).transpose(0, 1)
+        keys = np.cumsum([0, *map(len, seen)])
+        spans = Spans(queries=queries, keys=keys, index=torch.cat(seen).numpy())
+        return PackedAttention()(*inputs, spans).transpose(0, 1)
 
     def plain(query, key, value):
-        parts = [x.split(lengths) for x in (query, key, value)]
-        attended = [
-            torch.nn.functional.scaled_dot_product_attention(
-                *(x.transpose(0, 1) for x in part), is_causal=True, enable_gqa=True
+        attended = []
+        for q, index in zip(query.split(lengths), seen, strict=True):
+            tensors = (x.transpose(0, 1) for x in (q, key[index], value[index]))
+            mask = torch.ones(len(q), len(index), dtype=torch.bool).tril(len(index) - len(q))
+            attended.append(
+                torch.nn.functional.scaled_dot_product_attention(
+                    *tensors, attn_mask=mask, enable_gqa=True
+                )
             )
-            for part in zip(*parts, strict=True)
-        ]
         return torch.cat(attended, 1)
 
     # The gradient of a query is a sum of differences between numbers of about scale², times scale.
@@ -153,16 +167,10 @@ def test_packed_attention_and_its_gradients(lengths, heads, dim, scale, seed):
 )
 def test_packed_attention_is_used_where_it_fits(changed, fits):
     case = {"dim": 32, "dtype": torch.float32, "length": 50} | changed
-    index = torch.arange(case["length"])
-    local = LocalTokens(
-        tokens=index,
-        position_ids=index,
-        following=index,
-        cu_seqlens=torch.tensor([0, case["length"]], dtype=torch.int32),
-        gathered_index=index,
-    )
+    (whole,) = make_microbatches(batch_of([case["length"]]), case["length"])
+    local = local_tokens(whole, 1, 0, case["length"])
     packed = PackedSequences.build(local, torch.ones(case["dim"] // 2), case["dtype"])
-    assert (packed.bounds is not None) == fits and (packed.segments is None) == fits
+    assert (packed.spans is not None) == fits and (packed.segments is None) == fits
 
 
 @pytest.mark.parametrize(("rows", "bias"), [(3, True), (700, True), (700, False)])

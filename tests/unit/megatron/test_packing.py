@@ -7,34 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_lite.megatron.packing import attention_crossover, make_microbatches, pack
-from areal_lite.train_batch import TrainBatch
+from tests.unit.megatron.sequences import batch_of
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 CROSSOVERS = st.sampled_from((5.0, 60.0, float("inf")))
 
 
-def batch_of(lengths: list[int]) -> TrainBatch:
-    total, count = sum(lengths), len(lengths)
-    return TrainBatch(
-        tokens=np.arange(total, dtype=np.int32),
-        loss_mask=np.ones(total, bool),
-        behavior_logprobs=np.zeros(total, np.float32),
-        versions=np.zeros(total, np.int32),
-        rewards=np.zeros(count, np.float32),
-        group_ids=np.zeros(count, np.int64),
-        sample_indices=np.arange(count, dtype=np.int32),
-        trace_indices=np.zeros(count, np.int32),
-        truncated=np.zeros(count, bool),
-        kv_versions=np.zeros(count, np.int32),
-        source_keys=np.zeros(count, np.int64),
-        cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
-    )
+def pack_lengths(lengths, budget, crossover=float("inf"), multiple=1):
+    sizes = np.array(lengths)
+    return pack(sizes, budget, costs=sizes + sizes**2 / crossover, multiple=multiple)
 
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 100), CROSSOVERS, st.integers(1, 4))
 def test_each_sequence_is_in_exactly_one_bin_under_the_budget(lengths, budget, crossover, multiple):
-    bins = pack(lengths, budget, crossover=crossover, multiple=multiple)
+    bins = pack_lengths(lengths, budget, crossover=crossover, multiple=multiple)
     assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
     for members in bins:
         assert sum(lengths[i] for i in members) <= budget or len(members) == 1
@@ -45,7 +32,8 @@ def test_each_sequence_is_in_exactly_one_bin_under_the_budget(lengths, budget, c
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 100), CROSSOVERS)
 def test_bins_are_few(lengths, budget, crossover):
-    bins = [[lengths[i] for i in members] for members in pack(lengths, budget, crossover=crossover)]
+    bins = pack_lengths(lengths, budget, crossover)
+    bins = [[lengths[i] for i in members] for members in bins]
     fitting = [members for members in bins if sum(members) <= budget]
     assert len(fitting) < 2 * sum(map(sum, fitting)) / budget + 1
 
@@ -56,7 +44,7 @@ def test_costs_are_balanced_as_far_as_the_budget_allows(lengths, budget, crossov
     """No bin gets cheaper by giving its shortest sequence to a bin that had room for one more."""
     bins = [
         [lengths[i] for i in members]
-        for members in pack(lengths, budget, crossover=crossover, multiple=multiple)
+        for members in pack_lengths(lengths, budget, crossover=crossover, multiple=multiple)
     ]
     cost = [sum(n + n * n / crossover for n in members) for members in bins]
     for mine, members in zip(cost, bins):
@@ -72,10 +60,10 @@ def test_costs_are_balanced_as_far_as_the_budget_allows(lengths, budget, crossov
 @given(LENGTHS, st.integers(1, 100), st.randoms())
 def test_packing_is_a_function_of_the_lengths(lengths, budget, random):
     """The same lengths give the same bins; in another order, bins of the same lengths."""
-    assert pack(lengths, budget) == pack(np.array(lengths), budget)
+    assert pack_lengths(lengths, budget) == pack_lengths(np.array(lengths), budget)
     shuffled = random.sample(lengths, len(lengths))
     first, second = (
-        [[values[i] for i in members] for members in pack(values, budget)]
+        [[values[i] for i in members] for members in pack_lengths(values, budget)]
         for values in (lengths, shuffled)
     )
     assert first == second
@@ -83,25 +71,25 @@ def test_packing_is_a_function_of_the_lengths(lengths, budget, random):
 
 def test_long_sequences_are_spread_by_their_square():
     """One sequence of eight tokens costs more than eight of one: its bin gets fewer tokens."""
-    assert [len(members) for members in pack([8] + [1] * 16, 16)] == [5, 12]
-    assert [len(members) for members in pack([8] + [1] * 16, 16, crossover=8.0)] == [2, 15]
+    assert [len(members) for members in pack_lengths([8] + [1] * 16, 16)] == [5, 12]
+    assert [len(members) for members in pack_lengths([8] + [1] * 16, 16, crossover=8.0)] == [2, 15]
 
 
 def test_ten_thousand_sequences_are_packed_tightly():
     lengths = np.minimum(np.random.default_rng(0).lognormal(6.5, 1, 10_000).astype(int) + 1, 16384)
-    bins = pack(lengths, 16384, crossover=7680.0)
+    bins = pack_lengths(lengths, 16384, crossover=7680.0)
     assert len(bins) <= 1.05 * lengths.sum() / 16384
 
 
 def test_a_sequence_longer_than_the_budget_stands_alone_and_whole():
-    assert sorted(pack([5, 50, 5], 10)) == [[0, 2], [1]]
+    assert sorted(pack_lengths([5, 50, 5], 10)) == [[0, 2], [1]]
     microbatches = make_microbatches(batch_of([5, 50, 5]), 10)
     assert sorted(len(m.tokens) for m in microbatches) == [10, 50]
 
 
 def test_a_budget_of_zero_is_refused():
     with pytest.raises(ValueError, match="tokens_per_microbatch=0"):
-        pack([1], 0)
+        pack_lengths([1], 0)
 
 
 def test_the_crossover_of_a_published_model():
