@@ -17,7 +17,7 @@ table_cell = runpy.run_path(str(Path(__file__).with_name("configuration_page.py"
 METRICS = {
     "failed_servers": "failed",
     "bad_numbers": "skipped nonfinite_tokens masked_nonfinite critic_skipped",
-    "lost_seed": "distinct_share",
+    "lost_seed": "distinct_share distinct_correct",
     "logprob_mismatch": "logprob_diff logprob_diff_sampled logprob_diff_scored",
     "reward_collapse": "reward_mean",
     "falling_accuracy": "reward_mean",
@@ -30,8 +30,6 @@ METRICS = {
     "no_signal": "reward_mean reward_std uniform_groups_share truncated_share",
     "few_signals": "uniform_groups_share reward_mean reward_std",
     "gradient_spikes": "grad_norm loss",
-    "idle_clip": "clip_fraction clip_fraction_high clip_fraction_low ratio ratio_max",
-    "duplicates": "distinct_share distinct_correct",
     "faint_adapters": "adapter_share",
     "lost_routes": "routes_changed",
     "changed_routes": "routes_changed",

@@ -100,7 +100,6 @@ LIMITS: dict[str, float] = {
     "full_share": 0.9,  # of the limit: more requests would be sent if they were allowed
     "overdue_share": 0.1,  # of the sampled tokens: a tenth of the work is thrown away
     "straggler_share": 0.1,  # of the time: the trainer has a whole batch and may not take it
-    "distinct_share": 0.1,  # 0 if all completions of a prompt are the same, 1 if none are
     "pause_share": 0.1,  # of the time, in which no server generates (docs/servers.md)
     "loop_lag_s": 0.1,  # seconds: a decode step is shorter, so requests wait
     "adapter_share": 0.002,  # of the weights' size: bfloat16 rounds most of less away

@@ -11,7 +11,7 @@ import numpy as np
 
 from areal_lite.config import source_configs
 from areal_lite.config.data import shares
-from areal_lite.config.rules import CLIPPED_LOSSES, clip_is_idle, tolerated_staleness
+from areal_lite.config.rules import tolerated_staleness
 from areal_lite.tools.diagnose.history import History, Sign, alarm, finding, hint, limit
 from areal_lite.tools.formatting import short
 
@@ -227,49 +227,6 @@ def gradient_spikes(run: History) -> Sign | None:
     return hint(
         f"{steps} above {limit('grad_spike'):g} times the median of {short(usual)}; "
         f"{short(float(norms[top]))} at step {run.metrics[top]['step']}"
-    )
-
-
-@finding(
-    "The clip never acts",
-    flag="clip_fraction 0 in every step",
-    cause="with one update per batch the ratio is 1, so nothing is clipped; with several, the "
-    "updates are small",
-    change="nothing, if one update per batch is what you want; otherwise `trainer.minibatches=2` "
-    "with `algo.prox=recompute`, or a larger `trainer.lr`",
-    unless=("no_signal",),
-)
-def idle_clip(run: History) -> Sign | None:
-    clipped, ratio = run.values("clip_fraction"), run.values("ratio_max")
-    clipped = clipped[np.isfinite(clipped)]
-    few = len(clipped) < limit("recent_steps")
-    if run.config.algo.loss not in CLIPPED_LOSSES or few or clipped.any():
-        return None
-    largest = f"{np.nanmax(ratio):.3g}" if np.isfinite(ratio).any() else "unknown"
-    always = "; with these settings it is always 1" if clip_is_idle(run.config) else ""
-    return hint(
-        f"clip_fraction was 0 in all {len(clipped)} steps; largest ratio {largest}; "
-        f"algo.prox={run.config.algo.prox}, trainer.minibatches={run.config.trainer.minibatches}"
-        f"{always}"
-    )
-
-
-@finding(
-    "Completions of a prompt are the same",
-    flag="below {distinct_share:g} on a scale from 0 (all the same) to 1 (all different)",
-    cause="the policy is almost deterministic on these prompts",
-    change="raise `rollout.temperature` or `algo.entropy_coef`, or lower `rollout.group_size`",
-    unless=("no_signal", "entropy_collapse", "few_signals", "lost_seed"),
-)
-def duplicates(run: History) -> Sign | None:
-    shares, size = run.recent("distinct_share"), run.config.rollout.group_size
-    if not len(shares) or size < 2:
-        return None
-    distinct = (shares.mean() * size - 1) / (size - 1)
-    if distinct >= limit("distinct_share"):
-        return None
-    return hint(
-        f"{shares.mean():.0%} of the completions of a prompt differ, {1 / size:.0%} is none"
     )
 
 

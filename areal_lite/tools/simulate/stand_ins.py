@@ -224,7 +224,7 @@ class _Slot:
 
 
 class SimulatedServers:
-    """All servers of a run, with the calls of SGLangClient that the fleet makes. Create it inside the event loop."""
+    """All servers of a run, with the calls of SGLangClient. Create it inside the event loop."""
 
     def __init__(self, count: int, tensor_parallel: int, speed: ServerSpeed, requests: Requests):
         self._loop = asyncio.get_running_loop()
