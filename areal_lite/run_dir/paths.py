@@ -10,7 +10,6 @@ STORE_FILE = "trajectories.sqlite"  # rollout groups and their trajectories
 SUMMARY_FILE = "summary.json"  # written at the end
 REPORT_FILE = "report.png"  # pictures of the run
 PAGE_FILE = "report.html"  # the report as a page
-TRACE_FILE = "trace.json"  # written by `areal-lite report --trace`
 
 CHECKPOINTS_DIR = "checkpoints"  # with folders step-N
 CHECKPOINT_MARKER = "manifest.json"  # of a step, written last: a folder that has one is complete

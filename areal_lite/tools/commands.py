@@ -84,9 +84,7 @@ class ReportConfig:
     runs: list[str] = setting(
         [], "Run directories. Several are compared with the first: runs=[runs/a,runs/b]."
     )
-    out: str | None = setting(
-        None, "For --trace or a comparison. null: trace.json in the run directory, compare.html."
-    )
+    out: str | None = setting(None, "File of a comparison. null: compare.html.")
     port: int = setting(0, "--follow: port of the page. 0: any free one.", within=(0, 65535))
     group: int | None = setting(None, "--inspect: group, from 0.", within=(0, MAX_COUNT))
     step: int | None = setting(None, "--inspect: step that used it, from 1.", within=(1, MAX_COUNT))
@@ -213,7 +211,6 @@ REPORT = Command(
     modes={
         "--follow": Mode(entry=f"{_REPORT}:follow", does="serves the page during the run"),
         "--inspect": Mode(entry=f"{_REPORT}:inspect", does="prints trajectories in the terminal"),
-        "--trace": Mode(entry=f"{_REPORT}:trace", does="writes the run as a trace for Perfetto"),
     },
 )
 DIAGNOSE = Command(

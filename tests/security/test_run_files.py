@@ -188,7 +188,8 @@ def fuzz(run_dir: Path, cases: int, seed: int, capsys: pytest.CaptureFixture[str
         (run_dir / name).write_bytes(mutated(rng, whole, words))
         with seconds(30):
             status = main(["report", str(run_dir), "--inspect", "limit=1"])
-            status = status or main(["report", str(run_dir), "--trace", f"out={run_dir}/t.json"])
+            twice = [str(run_dir), str(run_dir), f"out={run_dir}/both.html"]
+            status = status or main(["report", *twice])
         assert status in (0, 1, 2)
         assert status == 0 or len(capsys.readouterr().err.splitlines()) == 1
         (run_dir / name).write_bytes(whole)

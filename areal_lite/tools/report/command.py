@@ -1,4 +1,4 @@
-"""The commands that show runs: report, compare, inspect, trace. Each returns an exit status."""
+"""The commands that show runs: report, compare, inspect, follow. Each returns an exit status."""
 
 import hashlib
 import sys
@@ -19,14 +19,12 @@ from areal_lite.run_dir.paths import (
     METRICS_FILE,
     STORE_FILE,
     SUMMARY_FILE,
-    TRACE_FILE,
 )
 from areal_lite.system.files import write_atomically
 from areal_lite.system.network import LOOPBACK
 from areal_lite.tools.commands import ReportConfig, existing_run
 from areal_lite.tools.report.page import compare_page, run_page, write_page
 from areal_lite.tools.report.rollouts import show_matching
-from areal_lite.tools.report.timeline import write_trace
 
 _WATCHED = (METRICS_FILE, EVALS_FILE, SUMMARY_FILE, STORE_FILE, f"{STORE_FILE}-wal")
 # A page is built again at most so often: seconds, and a multiple of the time that it takes.
@@ -78,16 +76,6 @@ def inspect(config: ReportConfig) -> int:
     console = Console(highlight=False, soft_wrap=True)
     for part in show_matching(_only_run(config), config):
         console.print(part)
-    return 0
-
-
-@_no_traceback()
-def trace(config: ReportConfig) -> int:
-    """Write the trace of a run."""
-    run_dir = _only_run(config)
-    path = Path(config.out) if config.out else run_dir / TRACE_FILE
-    events = write_trace(run_dir, path)
-    print(f"{path}: {events:,} events; open it at https://ui.perfetto.dev or chrome://tracing")
     return 0
 
 

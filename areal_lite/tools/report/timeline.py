@@ -1,4 +1,4 @@
-"""When each part of a run did what: spans of time, utilization lanes, windows of requests, a trace.
+"""When each part of a run did what: spans of time, utilization lanes, windows of requests.
 
 Pure functions of the trajectories and of the lines of metrics.jsonl. Times are wall-clock seconds
 unless a docstring says otherwise.
@@ -6,16 +6,13 @@ unless a docstring says otherwise.
 
 import heapq
 import itertools
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from areal_lite.system.files import to_plain
-from areal_lite.tools.report.run_data import Columns, Metrics, read_run
+from areal_lite.tools.report.run_data import Columns, Metrics
 from areal_lite.trajectory import GroupState
 
 Spans = tuple[np.ndarray, np.ndarray]
@@ -28,7 +25,6 @@ BINS = 240
 # Bars and pushes of a window, at most.
 BARS = 160
 _PUSHES = 4
-_TRAINER = 1  # its process in a trace
 
 
 def mean_open(
@@ -324,82 +320,3 @@ def pack(lanes: Sequence[Any], starts: Sequence[float], ends: Sequence[float]) -
         heapq.heappush(taken, (end, row))
         rows.append(row)
     return rows
-
-
-def write_trace(run_dir: Path, path: Path) -> int:
-    """Write a run in the Chrome JSON format, for ui.perfetto.dev or chrome://tracing.
-
-    Returns the number of events, which are written one by one. Raises ValueError for a directory
-    without a run.
-    """
-    run = read_run(run_dir)
-    count = 0
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        for event in trace_events(run.columns, run.metrics):
-            file.write(",\n" if count else "")
-            file.write(json.dumps(to_plain(event), separators=(",", ":")))
-            count += 1
-        file.write("\n]}\n")
-    return count
-
-
-def trace_events(columns: Columns, metrics: Metrics) -> Iterator[dict[str, Any]]:
-    """Yield the events of a run; times are microseconds since the first trajectory.
-
-    Process 1 is the trainer, with its waits, steps and pushes. Each server is a process with a
-    thread per request that it had at once; a request is a slice, its segments are slices within it.
-    """
-    spans = trainer_spans(metrics)
-    starts = [float(start.min()) for start, _ in spans.values() if len(start)]
-    origin = float(columns.started.min()) if len(columns) else min(starts, default=0.0)
-    yield _process(_TRAINER, "trainer")
-    for state, (begins, ends) in spans.items():
-        for line, begin, end in zip(metrics, begins.tolist(), ends.tolist()):
-            if end > begin:
-                args = {"step": line["step"], "reward_mean": line.get("reward_mean")}
-                yield _slice(state, _TRAINER, 0, begin - origin, end - origin, args)
-    paused = pushes_of(metrics)
-    for version, (at, seconds) in paused.items():
-        yield {
-            "ph": "i", "s": "g", "name": f"push of version {version}", "pid": _TRAINER, "tid": 0,
-            "ts": round((at - origin) * 1e6), "args": {"pause_s": seconds},
-        }  # fmt: skip
-    for index, name in enumerate(columns.servers):
-        yield _process(_TRAINER + 1 + index, name)
-        yield from _requests(columns, index, paused, origin)
-
-
-def _requests(
-    columns: Columns, index: int, paused: Pauses, origin: float
-) -> Iterator[dict[str, Any]]:
-    pid = _TRAINER + 1 + index
-    own = np.flatnonzero(columns.server == index)
-    own = own[np.argsort(columns.started[own], kind="stable")]
-    starts, ends = columns.started[own].tolist(), columns.finished[own].tolist()
-    rows = pack([0] * len(own), starts, ends)
-    for request, row, start, end in zip(own.tolist(), rows, starts, ends):
-        args = {
-            "reward": float(columns.reward[request]),
-            "prompt_tokens": int(columns.prompt[request]),
-            "sampled_tokens": int(columns.sampled[request]),
-            "step": int(columns.step[request]) + 1 or None,
-        }
-        title = f"group {columns.group[request]}, sample {columns.name(request)}"
-        yield _slice(title, pid, row, start - origin, end - origin, args)
-        for version, begin, stop in segment_spans(start, end, columns.segments(request), paused):
-            yield _slice(f"version {version}", pid, row, begin - origin, stop - origin, {})
-
-
-def _slice(
-    name: str, pid: int, tid: int, start: float, end: float, args: Mapping[str, Any]
-) -> dict[str, Any]:
-    return {
-        "ph": "X", "name": name, "pid": pid, "tid": tid, "args": args,
-        "ts": round(start * 1e6), "dur": max(1, round(end * 1e6) - round(start * 1e6)),
-    }  # fmt: skip
-
-
-def _process(pid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}

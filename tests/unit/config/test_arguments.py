@@ -60,7 +60,7 @@ def test_mistakes_are_one_line(capsys, tmp_path):
         assert f"{tmp_path} is not a run directory" in run(capsys, command, str(tmp_path))
         assert "nowhere: there is no such folder" in run(capsys, command, "nowhere")
     assert "takes one folder, not 2: runs/b" in run(capsys, "audit", "runs/a", "runs/b")
-    assert "name one run directory, not 2" in run(capsys, "report", "--trace", "runs/a", "runs/b")
+    assert "name one run directory, not 2" in run(capsys, "report", "--inspect", "runs/a", "runs/b")
     assert "nowhere: there is no such folder" in run(capsys, "report", "nowhere", str(tmp_path))
     assert "unknown option --folow; did you mean --follow?" in run(capsys, "report", "--folow")
     assert "unknown option --follow" in run(capsys, "audit", "--follow")

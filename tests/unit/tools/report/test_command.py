@@ -20,7 +20,7 @@ from areal_lite.tools.report.page import compare_page, config_differences, run_n
 from areal_lite.tools.report.rollouts import reader_filters, show_matching
 from areal_lite.tools.report.run_data import read_run
 from areal_lite.tools.report.summary import FACTS, count_facts
-from areal_lite.tools.report.timeline import trace_events, write_trace
+from examples.monitoring.trace import trace_events, write_trace
 from tests.unit.tools.report.browser import BROWSER, Session, browse
 from tests.unit.tools.report.recorded_run import unpack
 from tests.unit.tools.report.synthetic_run import T0, hand_made, simulate, step_record
@@ -207,9 +207,9 @@ def test_a_run_is_shown_in_every_form(tmp_path: Path, monkeypatch, capsys) -> No
     monkeypatch.chdir(tmp_path)
     for name in ("async", "sync"):
         unpack(name, Path("runs"))
-    for words in ("", "--inspect", "--trace", "runs/sync"):
+    for words in ("", "--inspect", "runs/sync"):
         assert main(["report", "runs/async", *words.split()]) == 0, capsys.readouterr().err
-    for file in ("report.html", "report.png", "trace.json"):
+    for file in ("report.html", "report.png"):
         assert (tmp_path / "runs/async" / file).stat().st_size > 10_000
     assert "async and sync" in (tmp_path / "compare.html").read_text()
     assert "trajectories match; the first 3 follow" in capsys.readouterr().out
@@ -234,7 +234,7 @@ def test_settings_of_another_command_are_shown(tmp_path: Path) -> None:
 def test_a_command_without_a_run_says_what_to_add(capsys) -> None:
     assert main(["report"]) == 1
     assert "runs: name one run directory, not 0" in capsys.readouterr().err
-    assert main(["report", "nowhere", "--trace"]) == 1
+    assert main(["report", "nowhere", "--inspect"]) == 1
     assert "nowhere: there is no such folder" in capsys.readouterr().err
 
 

@@ -11,7 +11,7 @@ from areal_lite.tools.commands import ReportConfig
 from areal_lite.tools.report.page import run_page
 from areal_lite.tools.report.rollouts import read_groups, show_matching
 from areal_lite.tools.report.run_data import read_columns, read_run
-from areal_lite.tools.report.timeline import trace_events
+from examples.monitoring.trace import trace_events
 from tests.unit.tools.report.synthetic_run import simulate
 from tests.unit.tools.report.test_page import Page
 
