@@ -30,6 +30,8 @@ GROUPS = {
         "lr": "learning rate",
         "skipped": "updates that were skipped, because a loss or gradient was not finite",
         "trained_tokens": "tokens in the loss",
+        "computed_share": "tokens that the updates compute, as a share of the batch's: a shared "
+        "prefix counts once, a sequence without a gradient not at all",
         "clip_fraction": "share of tokens whose gradient the clip removed",
         "clip_fraction_high": "the same, of tokens with a positive advantage",
         "clip_fraction_low": "the same, of tokens with a negative advantage",

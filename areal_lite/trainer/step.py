@@ -153,6 +153,7 @@ def policy_step(
             reduce=data_parallel_sum,
         ),
     }
+    metrics["computed_share"] = _computed_share(batch, updates, models.policy.device)
     if models.policy.replays_routes:
         metrics["routes_changed"] = changed_share(models.policy.chunks)
     if models.policy.adapters:
@@ -233,6 +234,14 @@ def _updates(policy: Policy, batch: TrainBatch, trains_on: Tensor, num: int) -> 
             )
         )
     return updates
+
+
+def _computed_share(batch: TrainBatch, updates: list[_Update], device: torch.device) -> float:
+    """Return the tokens that the updates compute as a share of the batch's, over all ranks."""
+    nodes = sum(len(m.trie.token) for update in updates for m in update.microbatches)
+    counts = torch.tensor([nodes, len(batch.tokens)], dtype=torch.float64, device=device)
+    computed, tokens = data_parallel_sum(counts).tolist()
+    return computed / tokens
 
 
 def _microbatches(

@@ -20,7 +20,7 @@ CONDITIONAL |= {"quarantined_prompts", "adapter_share", "drain_s", "extreme_rati
 CONDITIONAL |= {"value", "value_error", "value_explained", "value_clip_fraction"}
 CONDITIONAL |= {"critic_loss", "critic_grad_norm", "critic_lr", "critic_skipped"}
 CONDITIONAL |= {"store_mib", "store_bytes_per_token", "traces_mean", "epochs", "resting_prompts"}
-CONDITIONAL |= {"admission_lead"}  # the recorded run is older
+CONDITIONAL |= {"admission_lead", "computed_share"}  # the recorded run is older
 ROOT = Path(__file__).resolve().parents[4]
 PAGE = runpy.run_path(str(ROOT / "docs/diagnose_page.py"))
 
