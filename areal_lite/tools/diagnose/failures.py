@@ -4,23 +4,19 @@ Equal samples are a fault only if they are unlikely: equal tokens of probability
 chance with probability p. The tokens of at most `_GROUPS` groups are read, so memory stays bounded.
 """
 
-import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 
-from areal_lite.run_dir.paths import QUARANTINE_FILE, STORE_FILE
+from areal_lite.run_dir.controller_status import TrainerPhase, read_status
+from areal_lite.run_dir.paths import CONTROLLER_STATUS_FILE, QUARANTINE_FILE, STORE_FILE
 from areal_lite.system.files import read_json
 from areal_lite.tools.diagnose.history import History, Sign, alarm, finding, hint, limit
 from areal_lite.tools.report.run_data import Columns
 from areal_lite.tools.store_columns import ColumnReader
 
-_STATUS = re.compile(
-    r"(?P<running>\d+) running, .*; (?P<requests>\d+) requests on \d+ servers; "
-    r"waiting for (?P<need>.*)"
-)
 _GROUPS = 100
 # A chance of 2e-9, in nats.
 UNLIKELY = -20.0
@@ -48,29 +44,25 @@ def stalled(run: History) -> Sign | None:
 
 
 def _who(run: History) -> str:
-    """Say who waits for whom, from the last status line of the controller."""
-    log = run.logs.get("controller.log")
-    if log is None:
-        return "the controller has no log: it did not start"
-    silent = run.now - log.changed_at
+    """Say who waits for whom, from the status that the controller writes every second."""
+    status = read_status(run.run_dir)
+    if status is None:
+        return "there is no controller: see logs/controller.log"
+    silent = run.now - (run.run_dir / CONTROLLER_STATUS_FILE).stat().st_mtime
     if silent > limit("stall_s"):
-        return f"the controller hangs: its log, a line every 10 s, is {silent:.0f} s old"
-    status = [found for line in log.lines if (found := _STATUS.search(line))]
-    if not status:
-        return "the controller waits for its first server: see logs/servers.log"
-    running, requests, need = (status[-1][name] for name in ("running", "requests", "need"))
-    if need.startswith("the trainer"):
-        return f"the controller waits for {need}: see logs/trainer.log"
-    if need.startswith("a server"):
-        return f"the controller waits for {need}: see logs/servers.log"
-    if int(running) and not int(requests):
+        return f"the controller hangs: its status, written every second, is {silent:.0f} s old"
+    if not status.servers_ready:
+        return "the controller waits for a server: see logs/servers.log"
+    if status.trainer is not TrainerPhase.WAITING:
+        phase = f"step {status.step}, {status.trainer}"
+        return f"the controller waits for the trainer ({phase}): see logs/trainer.log"
+    need = f"the trainer waits for {status.missing_groups} groups"
+    if status.running_groups and not status.requests:
         return (
-            f"the trainer waits for {need}; {running} groups run without a request to a server: "
-            "the workflow or the reward function hangs"
+            f"{need}; {status.running_groups} groups run without a request to a server: the "
+            "workflow or the reward function hangs"
         )
-    return (
-        f"the trainer waits for {need}; the servers hold {requests} requests: see logs/server-0.log"
-    )
+    return f"{need}; the servers hold {status.requests} requests: see logs/server-0.log"
 
 
 @finding(

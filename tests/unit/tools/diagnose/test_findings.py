@@ -7,11 +7,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from omegaconf import OmegaConf
 
 from areal_lite.cli import main
 from areal_lite.config import TrainConfig
+from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase, write_status
 from areal_lite.run_dir.store import Store
 from areal_lite.system.files import write_json
 from areal_lite.tools.diagnose.diagnosis import Finding, alarm_line, diagnose
@@ -348,43 +350,48 @@ def test_uniform_groups_are_counted_from_the_store(tmp_path: Path) -> None:
     assert "1 at the top, 2 at the bottom" in the_only(run_dir, "few_signals", HINT)
 
 
-STATUS = "version 12: 3 groups queued, {}; waiting for {}\n"
+STATUS = ControllerStatus(
+    version=12,
+    step=9,
+    trainer=TrainerPhase.WAITING,
+    batch_step=9,
+    missing_groups=5,
+    queued_groups=3,
+    running_groups=8,
+    capacity=0,
+    in_flight=64,
+    concurrency_limit=64,
+    requests=60,
+    servers_ready=1,
+    servers_announced=1,
+    evaluating=[],
+)
 STALLS = {
-    "servers": (
-        STATUS.format("8 running, capacity for 0; 60 requests on 1 servers", "5 more groups"),
-        "the servers hold 60 requests",
-    ),
-    "reward": (
-        STATUS.format("8 running, capacity for 0; 0 requests on 1 servers", "5 more groups"),
-        "the workflow or the reward function hangs",
-    ),
+    "servers": ({}, "waits for 5 groups; the servers hold 60 requests"),
+    "reward": ({"requests": 0}, "the workflow or the reward function hangs"),
     "trainer": (
-        STATUS.format("0 running, capacity for 0; 0 requests on 1 servers", "the trainer (step 9)"),
-        "the controller waits for the trainer (step 9): see logs/trainer.log",
+        {"trainer": TrainerPhase.TRAINING},
+        "the controller waits for the trainer (step 9, training): see logs/trainer.log",
     ),
-    "no server": (
-        STATUS.format(
-            "8 running, capacity for 0; 0 requests on 0 servers", "a server (0 announced"
-        ),
-        "the controller waits for a server",
-    ),
+    "no server": ({"servers_ready": 0}, "the controller waits for a server"),
 }
 
 
 @pytest.mark.parametrize("role", STALLS)
 def test_a_stall_names_the_role(tmp_path: Path, role: str) -> None:
-    log, blamed = STALLS[role]
-    run_dir = make_run(
-        tmp_path / "run", planned=99, ended=False, logs={"controller.log": "joined\n" + log}
-    )
+    changes, blamed = STALLS[role]
+    run_dir = make_run(tmp_path / "run", planned=99, ended=False)
+    write_status(run_dir, msgspec.structs.replace(STATUS, **changes))
     with open(run_dir / "lock", "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         # Ten usual steps without progress are none yet.
         assert not findings(run_dir, END + 10 * STEP_S)
-        os.utime(run_dir / "logs" / "controller.log", (END + 200, END + 200))
+        os.utime(run_dir / "controller_status.json", (END + 200, END + 200))
         evidence = the_only(run_dir, "stalled", ALARM, END + 205)
         assert "no step for 205 s after step 30 (usually 10.0 s)" in evidence and blamed in evidence
         assert "the controller hangs" in the_only(run_dir, "stalled", ALARM, END + 300)
+        (run_dir / "controller_status.json").unlink()
+        assert "no controller" in the_only(run_dir, "stalled", ALARM, END + 300)
 
 
 def test_a_run_that_ended_early_says_why(tmp_path: Path) -> None:
