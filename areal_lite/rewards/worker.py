@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from numbers import Real
 
 import msgspec
@@ -90,7 +91,7 @@ def _load(name: str, timeout_s: float) -> RewardFunction:
 
 def main() -> None:
     """Answer requests until standard input ends."""
-    pipes, function = process.start_worker(_load)
+    pipes, function = process.start_worker(lambda *setup: partial(_load, *setup))
     pid = os.getpid()
     pipes.send(process.Ready())
     # One event loop for all samples, so that an async function may keep its connections.

@@ -79,14 +79,17 @@ class EpisodeWorker:
     """
 
     def __init__(self, config: Sampled, splits: Sequence[Split], silence_s: float):
-        """Load what it serves. Raises ValueError if something cannot be used."""
-        self._config, self._silence_s = config, silence_s
+        self._config, self._splits, self._silence_s = config, splits, silence_s
         self._tokenizer = Tokenizer(config.model, config.data.chat_template_kwargs)
+
+    def load(self) -> "EpisodeWorker":
+        """Load the user's code. Raises ValueError if something cannot be used."""
+        config = self._config
         self._workflow = load_workflow(config.rollout)
         self._filters = {n: load_object("rollout.filters", n) for n in own_filters(config)}
         self._prompts = {
             split: load_prompts(config.data, config.model, split, config.reward.function)
-            for split in splits
+            for split in self._splits
         }
         self._closed = asyncio.Event()
         self._calls = count()
@@ -95,46 +98,40 @@ class EpisodeWorker:
         self._asking: Counter[int] = Counter()
         # The supervisors and the tasks of the requests, the oldest first.
         self._running: dict[int, tuple[asyncio.Task[None], asyncio.Task[Any]]] = {}
+        return self
 
     async def serve(self, pipes: process.Pipes) -> None:
         """Answer requests until the pool closes its pipe."""
         self._pipes = pipes
         loop = asyncio.get_running_loop()
-        marks.install(loop)
+        marks.install(loop, pipes.file)
         try:
             async with started(self._workflow, self._config):
                 sizes = {s: (p.num_prompts, p.num_too_long) for s, p in self._prompts.items()}
                 grouped = is_grouped(self._workflow)
                 self._pipes.send(process.Ready(facts={"grouped": grouped, "prompts": sizes}))
-                loop.add_reader(self._pipes.input, self._receive)
+                loop.add_reader(self._pipes.frames, self._receive)
                 while not self._closed.is_set():
                     marks.watch(0.9 * self._silence_s)
                     with suppress(TimeoutError):
                         await asyncio.wait_for(self._closed.wait(), _BEAT_S)
-                    self._pipes.send(self._beat())
+                    running = ((n, waiting_at(work)) for n, (_, work) in self._running.items())
+                    oldest, where = next(running, (0, ""))
+                    self._pipes.send(process.Beat(oldest=oldest, where=where))
         except Exception as error:
-            self._pipes.send(
-                process.Ready(error=process.short_text("{}: {}", type(error).__name__, error))
-            )
-
-    def _beat(self) -> process.Beat:
-        oldest = next(iter(self._running), 0)
-        return process.Beat(
-            oldest=oldest, where=waiting_at(self._running[oldest][1]) if oldest else ""
-        )
+            failure = process.short_text("{}: {}", type(error).__name__, error)
+            self._pipes.send(process.Ready(error=failure))
 
     def _receive(self) -> None:
         messages = self._pipes.receive()
         if messages is None:
-            asyncio.get_running_loop().remove_reader(self._pipes.input)
+            asyncio.get_running_loop().remove_reader(self._pipes.frames)
             self._closed.set()
         for message in messages or ():
             if isinstance(message, process.Request):
                 context = copy_context()
                 context.run(REQUEST.set, message.number)
-                work = asyncio.get_running_loop().create_task(
-                    self._result(message), context=context
-                )
+                work = asyncio.create_task(self._result(message), context=context)
                 supervisor = asyncio.create_task(self._supervise(message, work))
                 self._running[message.number] = supervisor, work
             elif isinstance(message, process.Answer):
@@ -230,7 +227,7 @@ class EpisodeWorker:
 
 
 def main() -> None:
-    pipes, worker = process.start_worker(EpisodeWorker)
+    pipes, worker = process.start_worker(lambda *setup: EpisodeWorker(*setup).load)
     uvloop.run(worker.serve(pipes))
 
 

@@ -45,12 +45,12 @@ class _Formatter(logging.Formatter):
         return log_entry(super().format(record))
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies for any reason (Linux only).
+def die_with_parent(pid: int | None = None) -> None:
+    """Ask the kernel to kill this process when its parent `pid` dies for any reason (Linux only).
 
-    Only if the parent asked for it: a user's own `areal-lite train &` outlives the shell.
+    None: if the parent asked for it. A user's own `areal-lite train &` outlives the shell.
     """
-    parent = os.environ.get(ENV_DIE_WITH_PARENT)
+    parent = pid or os.environ.get(ENV_DIE_WITH_PARENT)
     if parent is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -11,7 +11,6 @@ import faulthandler
 import inspect
 import mmap
 import os
-import struct
 import threading
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,21 +19,18 @@ from itertools import count
 from types import FrameType
 from typing import Any
 
-from areal_lite.workers.process import ENV_MARKS, MARKS, MARKS_BYTES, NUM_MARKS, place_of
+from areal_lite.workers.process import MARKS_BYTES, NUM_MARKS, place_of
 
 REQUEST: ContextVar[int] = ContextVar("request", default=0)
 """The number of the request for which the present code runs."""
-
-# In the machine's own byte order: other orders are written byte by byte, and could be read halfway.
-_MARK = struct.Struct("q")
 
 
 class Marks:
     """The shared memory: the mark of the event loop, and one for each thread."""
 
-    def __init__(self, file: int | None = None):
-        self._file = file
-        self._memory = mmap.mmap(-1 if file is None else file, MARKS_BYTES)
+    def __init__(self) -> None:
+        self._file = -1
+        self._memory = memoryview(mmap.mmap(-1, MARKS_BYTES)).cast("q")  # in its own byte order
         self._slots = count(1)
         self._thread = threading.local()
         self._threads = ThreadPoolExecutor(NUM_MARKS - 1, initializer=self._take_slot)
@@ -43,11 +39,11 @@ class Marks:
         self._thread.slot = next(self._slots)
 
     def set(self, number: int, slot: int = 0) -> None:
-        _MARK.pack_into(self._memory, slot * _MARK.size, number)
+        self._memory[slot] = number
 
     def is_marked(self, number: int) -> bool:
         """Return whether a thread executes something of request `number`."""
-        return number in MARKS.unpack(self._memory[:])[1:]
+        return number in self._memory[1:]
 
     async def in_thread(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a plain function in a thread."""
@@ -65,8 +61,9 @@ class Marks:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, copy_context().run, call)
 
-    def install(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Mark the steps of all tasks that the event loop creates for requests."""
+    def install(self, loop: asyncio.AbstractEventLoop, file: int) -> None:
+        """Mark the steps of all tasks that the event loop creates for requests, in a file."""
+        self._file, self._memory = file, memoryview(mmap.mmap(file, MARKS_BYTES)).cast("q")
 
         def create(loop: Any, coro: Coroutine[Any, Any, Any], **kwargs: Any) -> asyncio.Task[Any]:
             context = kwargs.get("context")
@@ -81,10 +78,9 @@ class Marks:
 
         Each call restarts the time.
         """
-        if self._file is not None:
-            os.lseek(self._file, MARKS_BYTES, os.SEEK_SET)
-            faulthandler.enable(self._file)
-            faulthandler.dump_traceback_later(seconds, file=self._file)
+        os.lseek(self._file, MARKS_BYTES, os.SEEK_SET)
+        faulthandler.enable(self._file)
+        faulthandler.dump_traceback_later(seconds, file=self._file)
 
 
 class _Marked(Coroutine[Any, Any, Any]):
@@ -121,7 +117,7 @@ class _Marked(Coroutine[Any, Any, Any]):
                 os._exit(0)
 
 
-marks = Marks(int(os.environ[ENV_MARKS]) if ENV_MARKS in os.environ else None)
+marks = Marks()
 """The marks of this process."""
 
 

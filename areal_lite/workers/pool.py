@@ -18,8 +18,7 @@ cause is suspected, and fails when it is suspected too often. A worker that is l
 that it is executing; its others restart elsewhere before it is killed.
 
 If a replacement cannot start, the pool shrinks; an empty pool raises RuntimeError. Nothing of a
-process outlives the pool or the pool's own process (process.py). Start the pool in a thread that
-lasts: the kernel kills children with the thread that made them.
+process outlives the pool or the pool's own process (process.py).
 """
 
 import asyncio
@@ -29,6 +28,7 @@ import math
 import os
 import pickle
 import re
+import socket
 import sys
 import tempfile
 from collections import deque
@@ -38,15 +38,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from textwrap import indent
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
-from areal_lite.system.processes import dying_with_me, visible
+from areal_lite.system.processes import visible
 from areal_lite.workers import process
 
 log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 120.0
+_START_ATTEMPTS = 3
 _CLOSE_S = 5.0
 # Replies may have come while the event loop was busy: they are read before a time-out is believed.
 _RECHECK_S = 0.02
@@ -111,12 +112,12 @@ class Task:
         return known[1]
 
 
-class WorkerProcess(asyncio.SubprocessProtocol):
-    """One worker process.
+class WorkerProcess:
+    """One worker process, forked by the pool's template.
 
     `tasks` were sent to it, in order; in a sequential pool the first of them is executing. `ready`
     resolves to an error message, or None if the worker can be used; `gone` resolves when the
-    process has ended.
+    process has ended, with `status`. That is None if its keeper did not report any.
     """
 
     def __init__(self, pool: "WorkerPool") -> None:
@@ -133,30 +134,35 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self.lingers = False  # it was late, and another one has its place
         self._received = bytearray()
         # When the current wait began: for Ready, or for a sign of life while it has tasks.
-        self.waiting_since = 0.0
+        self.waiting_since = self._loop.time()
         self._watchdog: asyncio.TimerHandle | None = None
         self._output_left, self._output_at = float(_OUTPUT_BYTES), self._loop.time()
-
-    async def spawn(self) -> None:
-        """Start the process. It dies with the calling thread."""
+        self._unsent = bytearray()
+        self.status: int | None = None
         self._file = tempfile.TemporaryFile()
         self._file.truncate(process.MARKS_BYTES)
-        await self._loop.subprocess_exec(
-            lambda: self,
-            *(sys.executable, "-m", self._pool.module),
-            start_new_session=True,  # Ctrl-C reaches the pool's process only
-            pass_fds=(self._file.fileno(),),
-            env={
-                **os.environ,
-                **dying_with_me(),
-                process.ENV_MARKS: str(self._file.fileno()),
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            },
-        )
+        (self._frames, frames), (self._control, control) = socket.socketpair(), socket.socketpair()
+        printed, stderr = os.pipe()
+        self._printed = open(printed, "rb", 0)
+        with frames, control, open(stderr, "wb", 0) as output:
+            pool.template.fork(control, frames, output, self._file)
+        self._frames.setblocking(False)
+        # The process has ended when all of these have.
+        ends: dict[Any, Callable[[bytes], None]] = {
+            self._control: self._on_status,
+            self._frames: self._on_frames,
+            self._printed: self._on_print,
+        }
+        self._readers = {end: partial(self._read, end, then) for end, then in ends.items()}
+        for end, reader in self._readers.items():
+            self._loop.add_reader(end, reader)
+        self._pool.workers.append(self)
+        self._watch()
 
     @property
     def usable(self) -> bool:
-        return self.started and not (self._retired or self.lingers or self._stdin.is_closing())
+        out = self._retired or self.lingers or self._frames not in self._readers
+        return self.started and not out
 
     @property
     def is_late(self) -> bool:
@@ -173,10 +179,19 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         limit_s = task.limit_s / (1 + task.restarts)
         self._write(process.Request(number=task.number, body=task.body, limit_s=limit_s))
 
-    def _write(self, message: process.ToWorker) -> None:
-        """Send a message, unless the pipe has ended: that may come before the exit is known."""
-        if not self._stdin.is_closing():
-            self._stdin.write(process.frame(message))
+    def _write(self, *messages: process.ToWorker) -> None:
+        """Send as much as the socket takes, and the rest later."""
+        self._unsent += b"".join(map(process.frame, messages))
+        try:
+            while self._unsent:
+                del self._unsent[: self._frames.send(self._unsent)]
+        except BlockingIOError:
+            self._loop.add_writer(self._frames, self._write)
+            return
+        except OSError:  # it has ended, which may come before its exit is known
+            self._unsent.clear()
+        if self._frames in self._readers:
+            self._loop.remove_writer(self._frames)
 
     def cancel(self, task: Task) -> None:
         """Tell the process that nobody waits for its result of `task`."""
@@ -186,7 +201,8 @@ class WorkerProcess(asyncio.SubprocessProtocol):
     def finish(self) -> asyncio.Future[None]:
         """Have the process end by itself, and return its `gone`. It gets no more tasks."""
         self._retire()
-        self._stdin.close()
+        with suppress(OSError):  # it has ended
+            self._frames.shutdown(socket.SHUT_WR)
         return self.gone
 
     def stop(self, reason: str | None = None, detail: str = "") -> None:
@@ -195,21 +211,30 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         With a `reason`, the tasks that it executes fail for it.
         """
         self._retire(reason, detail)
-        with suppress(ProcessLookupError):  # it has ended
-            self._transport.terminate()
+        with suppress(OSError):  # it has ended
+            self._control.shutdown(socket.SHUT_WR)
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._pool.workers.append(self)
-        self._transport = cast(asyncio.SubprocessTransport, transport)
-        self._stdin = cast(asyncio.WriteTransport, self._transport.get_pipe_transport(0))
-        self.waiting_since = self._loop.time()
-        self._watch()
-        self._write(process.Request(number=0, body=self._pool.setup))
+    def _read(self, end: Any, then: Callable[[bytes], None]) -> None:
+        """Read from one of its ends, and report the end of the process after all of its output."""
+        with suppress(ConnectionResetError):  # it did not read all that it was sent
+            if data := os.read(end.fileno(), 1 << 18):
+                return then(data)
+        self._loop.remove_reader(end)
+        self._loop.remove_writer(end)
+        del self._readers[end]
+        end.close()
+        self._hear()
+        if not self._readers:
+            how = "unknown, as its keeper died" if self.status is None else self.status
+            self._retire("died", f"its process ended with status {how}")
+            self._pool.workers.remove(self)
+            self._file.close()
+            self.gone.set_result(None)
 
-    def pipe_data_received(self, fd: int, data: bytes) -> None:
-        if fd == 2:
-            self._log_output(data)
-            return
+    def _on_status(self, data: bytes) -> None:
+        (self.status,) = process.STATUS.unpack(data)
+
+    def _on_frames(self, data: bytes) -> None:
         if self._retired:
             return
         self._received += data
@@ -224,34 +249,20 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             self.stop("died", f"its process did not keep to the protocol: {error}")
         self._pool.dispatch()
 
-    def process_exited(self) -> None:
-        if not self._stdin.is_closing():
-            self._stdin.abort()
-        self._hear()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Report the end of the process, after all of its output."""
-        self._retire("died", f"its process ended with status {self._transport.get_returncode()}")
-        self._pool.workers.remove(self)
-        self._file.close()
-        self.gone.set_result(None)
-
-    def _log_output(self, data: bytes) -> None:
+    def _on_print(self, data: bytes) -> None:
         """Write what the code printed to the log, and stop reading while it prints too fast."""
         text = visible(data.decode(errors="replace")).removesuffix("\n")
         print(indent(text, "    "), file=sys.stderr, flush=True)  # no text can look like an entry
         now = self._loop.time()
         left = self._output_left + (now - self._output_at) * _OUTPUT_BYTES_PER_S
         self._output_left, self._output_at = min(left, _OUTPUT_BYTES) - len(data), now
-        if self._output_left < 0 and self._transport.get_returncode() is None:
-            self._hear(False)
+        if self._output_left < 0 and self._control in self._readers:
+            self._loop.remove_reader(self._printed)
             self._loop.call_later(-self._output_left / _OUTPUT_BYTES_PER_S, self._hear)
 
-    def _hear(self, listens: bool = True) -> None:
-        """Read what the code prints, or leave it in the pipe."""
-        pipe = cast(asyncio.ReadTransport | None, self._transport.get_pipe_transport(2))
-        if pipe is not None and not pipe.is_closing():
-            pipe.resume_reading() if listens else pipe.pause_reading()
+    def _hear(self) -> None:
+        if reader := self._readers.get(self._printed):
+            self._loop.add_reader(self._printed, reader)
 
     def _on_message(self, message: process.ToPool) -> None:
         """Take one message. Raises ValueError if it is out of order."""
@@ -344,9 +355,8 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         if self._watchdog:
             self._watchdog.cancel()
         if not self.ready.done():
-            self.ready.set_result(
-                f"a worker of {self._pool.name} cannot start: {detail}; see its error output"
-            )
+            who = f"a worker of {self._pool.name}"
+            self.ready.set_result(f"{who} cannot start: {detail}; see its error output")
         seconds = self._loop.time() - self.waiting_since
         if reason and (guilty := self._guilty()):
             detail += f" at {place}" if (place := self._last_place()) else ""
@@ -402,8 +412,7 @@ class WorkerPool:
         sequential: bool,
     ) -> None:
         self.name = name
-        self.module = module
-        self.setup = process.pack(pickle.dumps((size, setup)))
+        self.template = process.Template(module, pickle.dumps((size, setup)))
         self.silence_s = silence_s
         self.sequential = sequential
         self.workers: list[WorkerProcess] = []
@@ -445,6 +454,7 @@ class WorkerPool:
             worker.stop()
         self._fail_queue()
         await asyncio.gather(*self._replacements, *(worker.gone for worker in workers))
+        self.template.end()
 
     async def call(
         self,
@@ -514,12 +524,10 @@ class WorkerPool:
                 return worker.oldest.where
         return ""
 
-    def on_retired(
-        self, worker: WorkerProcess, unfinished: list[Task], replace: bool = True
-    ) -> None:
+    def on_retired(self, worker: WorkerProcess, tasks: list[Task], replace: bool = True) -> None:
         """Take back the tasks that a worker had not finished; replace it if it ever worked."""
-        self._queue.extendleft(reversed(unfinished))
-        for task in unfinished:
+        self._queue.extendleft(reversed(tasks))
+        for task in tasks:
             task.restarts += 1
             task.unclaimed = list(task.asked)
         if replace and worker.started and not self._unusable:
@@ -529,15 +537,14 @@ class WorkerPool:
             self.dispatch()
 
     async def _start_worker(self) -> None:
-        worker = WorkerProcess(self)
-        await worker.spawn()
-        if self._unusable:
-            worker.stop()
-        error = await worker.ready
-        if error:
+        attempts, error = _START_ATTEMPTS, self._unusable
+        while attempts and not self._unusable:
+            worker = WorkerProcess(self)
+            if (error := await worker.ready) is None:
+                return self.dispatch()
             await worker.gone
-            raise ValueError(error)
-        self.dispatch()
+            attempts = attempts - 1 if worker.status is None else 0
+        raise ValueError(error)
 
     async def _replace(self) -> None:
         try:
@@ -548,9 +555,7 @@ class WorkerPool:
             log.error("cannot replace a worker of %s: %s", self.name, error)
             self.size -= 1
             if self.size == 0:
-                self._unusable = (
-                    f"no worker of {self.name} is left, and a new one cannot start: {error}"
-                )
+                self._unusable = f"no worker of {self.name} is left, and none can start: {error}"
                 self._fail_queue()
 
     def _fail_queue(self) -> None:

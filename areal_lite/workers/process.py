@@ -1,49 +1,56 @@
-"""The worker's side: a process that runs code of the user, and the process that keeps it.
+"""The worker's side: a process that runs code of the user, and the processes that it comes from.
 
-Standard input and output carry frames: a 4-byte little-endian length and that many bytes of
-msgpack. A worker gets a `Request` with its setup, answers `Ready`, and from then on answers each
-`Request` with `Done` or `Failed`. Its code may `Ask` the pool for something meanwhile. What the
-code itself prints goes to standard error, and its standard input is empty.
+A socket carries frames: a 4-byte little-endian length and that many bytes of msgpack. A worker
+sends `Ready`, and from then on answers each `Request` with `Done` or `Failed`. Its code may `Ask`
+the pool for something meanwhile. What the code prints goes to a pipe, and its input is empty.
 
-The pool starts a keeper, and the keeper forks the worker, so that nothing of the worker outlives
+A pool starts one template. It loads the libraries, which takes a third of a second, and forks for
+each worker. It has no code of the user, no event loop, and no thread when it forks. If it ends, its
+workers go on, and the pool starts another one.
+
+The template forks a keeper, and the keeper forks the worker, so that nothing of the worker outlives
 it. A process that loses its parent becomes the keeper's child, even with a session of its own
-(PR_SET_CHILD_SUBREAPER). When the worker ends, when the pool sends SIGTERM, or when the pool's
-process ends, the keeper kills all of them, removes their temporary files and ends with the worker's
-status. The kernel reports the end of the pool's process by SIGCONT, because that also reaches a
-keeper that is stopped.
+(PR_SET_CHILD_SUBREAPER). When the worker ends, or the pool's end of the control socket is closed,
+the keeper kills all of them, removes their temporary files and sends the worker's status. The
+kernel reports that by SIGCONT (F_SETSIG), because that also reaches a keeper that is stopped.
 
-The workers of a pool may allocate half of the machine's memory, or 4 GiB each if that is more. The
+The workers of a pool may allocate half of the machine's memory, or 2 GiB each if that is more. The
 kernel kills them before others when memory is short. If the keeper is killed, the worker dies with
 it.
 """
 
 import ctypes
+import fcntl
+import gc
 import math
 import os
 import pickle
 import resource
 import signal
+import socket
 import struct
+import subprocess
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from select import select
+from typing import IO, Any, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
 
 from areal_lite.system.files import remove_folder
-from areal_lite.system.processes import ENV_DIE_WITH_PARENT
+from areal_lite.system.processes import die_with_parent, dying_with_me
 
 T = TypeVar("T")
 NUM_MARKS = 64
 MARKS = struct.Struct(f"{NUM_MARKS}q")
 MARKS_BYTES = MARKS.size
-ENV_MARKS = "AREAL_LITE_WORKER_MARKS"
-"""The descriptor of a worker's file: its marks (marks.py), and the stacks of a blocked process."""
+STATUS = struct.Struct("i")
+"""What a keeper sends: the worker's exit status."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -52,7 +59,7 @@ class _Message(msgspec.Struct, array_like=True, tag=True, kw_only=True):
 
 
 class Request(_Message):
-    """Work to do. `number` is unique in a pool; 0 is the setup.
+    """Work to do. `number` is unique in a pool.
 
     `limit_s` bounds the time that its code takes, not the time until the pool answers.
     """
@@ -165,26 +172,27 @@ def take_frames(buffer: bytearray) -> Iterator[bytes]:
 
 
 class Pipes:
-    """The pipes to the pool, under descriptors that no child process inherits."""
+    """The socket to the pool, and the worker's file. No child process inherits their descriptors.
 
-    def __init__(self) -> None:
-        self.input, self.output = os.dup(0), os.dup(1)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(2, 1)
+    The file has the marks (marks.py), and then the stacks of a blocked process.
+    """
+
+    def __init__(self, frames: int, printed: int, file: int) -> None:
+        self.frames, self.file = socket.socket(fileno=frames), file
+        for standard, other in enumerate((os.open(os.devnull, os.O_RDONLY), printed, printed)):
+            os.dup2(other, standard)
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
         self._buffer = bytearray()
 
     def receive(self) -> list[ToWorker] | None:
         """Wait for messages; None when the pool has closed its end."""
-        if not (received := os.read(self.input, 1 << 20)):
+        if not (received := self.frames.recv(1 << 20)):
             return None
         self._buffer += received
         return [self._decoder.decode(body) for body in take_frames(self._buffer)]
 
     def send(self, message: ToPool) -> None:
-        rest = memoryview(frame(message))
-        while rest:
-            rest = rest[os.write(self.output, rest) :]
+        self.frames.sendall(frame(message))
 
 
 def short_text(template: str, *values: object) -> str:
@@ -207,64 +215,121 @@ def place_of(places: list[tuple[str, int, str]]) -> str:
     return "" if found is None else f"{found[0]}:{found[1]} in {found[2]}"
 
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_MEMORY_SHARE, _LEAST_MEMORY = 0.5, 4 << 30
+class Template:
+    """The pool's side of its template: `python -m module`, which ends with the calling thread."""
+
+    def __init__(self, module: str, setup: bytes) -> None:
+        self._module, self._setup = module, setup
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def fork(self, *ends: socket.socket | IO[bytes]) -> None:
+        """Ask for a worker that has these ends. They are closed if the process ends before."""
+        running = self._process
+        if running is None or running.poll() is not None:
+            self.end()
+            running = self._process = self._start()
+        running.send_signal(signal.SIGCONT)  # code of the user may have stopped it
+        with suppress(OSError):
+            socket.send_fds(self._requests, [b"\0"], [end.fileno() for end in ends])
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._requests, theirs = socket.socketpair()
+        path = os.pathsep.join(filter(None, sys.path))
+        with theirs, tempfile.TemporaryFile() as file:
+            file.write(self._setup)
+            file.seek(0)
+            return subprocess.Popen(
+                [sys.executable, "-m", self._module, str(theirs.fileno())],
+                stdin=file,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C reaches the pool's process only
+                env={**os.environ, **dying_with_me(), "PYTHONPATH": path},
+            )
+
+    def end(self) -> None:
+        """End the process. Its workers go on."""
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+            self._requests.close()
+
+
+_PR_SET_CHILD_SUBREAPER = 36
+_MEMORY_SHARE, _LEAST_MEMORY = 0.5, 2 << 30
 _SIGNALS = (signal.SIGTERM, signal.SIGCHLD, signal.SIGCONT)
 
 
-def start_worker(load: Callable[..., T]) -> tuple[Pipes, T]:
-    """Fork the worker, and return there its pipes and what `load` makes of the pool's setup.
+def start_worker(prepare: Callable[..., Callable[[], T]]) -> tuple[Pipes, T]:
+    """Be a template, and return in each worker its pipes and what it loads.
 
-    If `load` raises, the pool is told why, and the worker ends.
+    The template calls `prepare` with the pool's setup. Each worker calls what that returns. If this
+    raises, the pool is told why, and the worker ends.
     """
-    _fork()
-    pipes = Pipes()
-    while not (messages := pipes.receive()):
-        if messages is None:
-            sys.exit()
-    (request,) = messages  # the pool sends the next after Ready
-    assert isinstance(request, Request)
-    workers, setup = pickle.loads(unpack(request.body, bytes))  # of the pool's own process
+    die_with_parent()
+    workers, setup = pickle.load(sys.stdin.buffer)  # of the pool's own process
+    load = prepare(*setup)
+    pipes = Pipes(*_fork(socket.socket(fileno=int(sys.argv[1]))))
     _limit_memory(workers)
     try:
-        return pipes, load(*setup)
+        return pipes, load()
     except Exception as error:  # a module of the user may raise anything
         pipes.send(Ready(error=short_text("{}", error)))
         sys.exit()
 
 
-def _fork() -> None:
-    """Fork, and return in the child, the worker, which has a temporary folder of its own.
-
-    This process keeps it and does not return.
-    """
+def _fork(requests: socket.socket) -> list[int]:
+    """Fork a keeper for each request, and return in its worker only, the descriptors of `Pipes`."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the keepers
+    gc.freeze()  # a collection would copy the pages of all objects
+    while True:
+        _, ends, *_ = socket.recv_fds(requests, 1, 4, socket.MSG_CMSG_CLOEXEC)
+        if not ends:
+            os._exit(0)  # the pool has ended
+        if not os.fork():
+            break
+        for end in ends:
+            os.close(end)
+    requests.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    owner = int(os.environ.get(ENV_DIE_WITH_PARENT, os.getppid()))
-    _die_with_parent(signal.SIGCONT, owner)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    folder = Path(tempfile.mkdtemp(prefix="areal-lite-worker-"))
+    os.setsid()
+    control, *pipes = ends
     keeper = os.getpid()
-    worker = os.fork()
-    if worker:
-        os.closerange(0, 2)  # the pipes end with the worker
-        status = _wait(worker, owner)
-        _kill_all(worker)
-        remove_folder(folder)
-        os._exit(status if status >= 0 else 128 - status)
-    _die_with_parent(signal.SIGKILL, keeper)
+    fcntl.fcntl(control, fcntl.F_SETOWN, keeper)
+    fcntl.fcntl(control, fcntl.F_SETSIG, signal.SIGCONT)
+    fcntl.fcntl(control, fcntl.F_SETFL, os.O_ASYNC)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    folder = Path(tempfile.mkdtemp(prefix="areal-lite-worker-"))
+    if worker := os.fork():
+        for pipe in pipes:
+            os.close(pipe)  # they end with the worker
+        _keep(worker, control, folder)
+    os.close(control)
+    die_with_parent(keeper)
     os.setpgid(0, 0)  # what it sends to its process group must not reach the keeper
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    if "numpy.random" in sys.modules:  # the fork seeds Python's own generator, but not this one
+        np.random.seed()
+    return pipes
 
 
-def _wait(worker: int, owner: int) -> int:
-    """Return the worker's exit code, or minus SIGTERM when that arrives or the owner has ended."""
-    while signal.sigwait(_SIGNALS) != signal.SIGTERM and os.getppid() == owner:
+def _keep(worker: int, control: int, folder: Path) -> NoReturn:
+    """Wait for the end of the worker, or until the pool wants it, and end all that it started."""
+    status = None
+    # The pool sends nothing on the control socket: if that can be read, its other end is closed.
+    while status is None and not select([control], [], [], 0)[0]:
+        if signal.sigwait(_SIGNALS) == signal.SIGTERM:
+            break
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if ended[0] == worker:
-                    return os.waitstatus_to_exitcode(ended[1])
-    return -signal.SIGTERM
+                status = ended[1] if ended[0] == worker else status
+    _kill_all(worker)
+    remove_folder(folder)
+    code = os.waitstatus_to_exitcode(signal.SIGTERM if status is None else status)
+    with suppress(OSError):  # the pool has ended
+        os.write(control, STATUS.pack(code if code >= 0 else 128 - code))
+    os._exit(0)
 
 
 def _kill_all(worker: int) -> None:
@@ -289,14 +354,3 @@ def _limit_memory(workers: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
-
-
-def _die_with_parent(number: int, parent: int) -> None:
-    _prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # the parent died before the request
-        os._exit(1)
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

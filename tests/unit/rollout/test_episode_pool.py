@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from areal_lite.rollout.worker import Play
 from areal_lite.servers.client import GenerationChunk, SamplingParams
 from areal_lite.servers.fleet import Completion
 from areal_lite.trajectory import Group
-from areal_lite.workers.pool import TaskFailed
+from areal_lite.workers.pool import TaskFailed, WorkerProcess
 from tests.unit.rollout.episodes import save_chat_tokenizer
 
 WORKFLOWS = '''
@@ -199,6 +200,16 @@ class Servers:
         return Completion([chunk], 1, "length")
 
 
+def process_of(worker: WorkerProcess) -> psutil.Process:
+    """Return the process that has the worker's file open. Its keeper has not."""
+    file = os.fstat(worker._file.fileno()).st_ino
+    for process in psutil.Process().children(recursive=True):
+        for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+            if descriptor.exists() and descriptor.stat().st_ino == file:
+                return process
+    raise AssertionError("no process has the file")
+
+
 async def outcome(
     pool: EpisodePool, what: str, servers: Servers, number: int = 0, samples: Sequence[int] = (0,)
 ) -> list[Played | str] | TaskFailed:
@@ -309,10 +320,7 @@ def test_an_unknown_cause_costs_an_episode_only_if_it_comes_again(model: Path) -
             servers = Servers(1.0)
             playing = asyncio.create_task(outcome(pool, "fine", servers))
             await asyncio.sleep(0.3)
-            children = psutil.Process().children()
-            (keeper,) = [c for c in children if "areal_lite.rollout.worker" in c.cmdline()]
-            (worker,) = keeper.children()
-            worker.kill()
+            process_of(pool.workers[0]).kill()
             (played,) = await playing
             assert isinstance(played, Played) and len(servers.asked) == 2
 
@@ -421,7 +429,7 @@ asyncio.run(main())
     owner = subprocess.Popen([sys.executable, "-c", script], env=env)
     try:
         process = psutil.Process(owner.pid)
-        while len(children := process.children(recursive=True)) < 2:
+        while len(children := process.children(recursive=True)) < 3:
             time.sleep(0.02)
             assert owner.poll() is None
         time.sleep(1)
@@ -486,13 +494,9 @@ def test_a_worker_whose_pipe_has_ended_gets_nothing_more(model: Path) -> None:
         playing = [asyncio.create_task(outcome(pool, "fine", Servers(0.5), n)) for n in (1, 2)]
         await asyncio.sleep(0.2)
         first, second = pool.workers
-        (silent,), (killed,) = (
-            psutil.Process(worker._transport.get_pid()).children() for worker in (first, second)
-        )
+        silent, killed = process_of(first), process_of(second)
         silent.suspend()
-        first._stdin.abort()
-        while not first._stdin.is_closing():
-            await asyncio.sleep(0)
+        first._frames.shutdown(socket.SHUT_RD)
         killed.kill()
         async with asyncio.timeout(20):
             await second.gone
