@@ -307,11 +307,11 @@ class MessageServer:
             del self._sent[next(iter(self._sent))]
         await self._socket.send_multipart(reply, copy=False)
 
-    async def close(self, error: str | None = None) -> None:
-        """Answer every open request with `error`, and deliver the replies within 5 s."""
+    async def close(self, error: str = "") -> None:
+        """Answer every open request with `error`, if any, and deliver the replies within 5 s."""
         self._file.unlink(missing_ok=True)
-        for client, number in self._pending:
-            await self._send(client, number, Failed(error or "the controller has stopped"))
+        for client, number in self._pending if error else ():
+            await self._send(client, number, Failed(error))
         self._socket.close(linger=_LINGER_MS)
         await asyncio.get_running_loop().run_in_executor(None, self._context.term)
 

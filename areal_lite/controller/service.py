@@ -11,8 +11,8 @@
 
 `python -m areal_lite.controller.service RUN_DIR [trainer-runs]` reads `<run_dir>/config.yaml`,
 finds the servers by their announcements in the run directory, and answers the trainer
-(protocol.py) until `Finish`, SIGTERM or an error. With `trainer-runs` it takes the place of a
-controller that was killed (batches.py).
+(protocol.py) until `Finish`, an error or SIGTERM, which is then its exit status. With
+`trainer-runs` it takes the place of a controller that was killed (batches.py).
 """
 
 import asyncio
@@ -356,7 +356,7 @@ def status_line(status: ControllerStatus) -> str:
 
 
 async def serve(run_dir: Path, trainer_runs: bool = False) -> None:
-    """Build the controller and run it until `Finish` or SIGTERM. Raises the error of any part."""
+    """Run the controller until `Finish`. SIGTERM cancels it. Raises the error of any part."""
     config = load_config(run_dir)
     async with open_sources(config) as sources:
         store = Store(run_dir / STORE_FILE)
@@ -376,19 +376,22 @@ async def serve(run_dir: Path, trainer_runs: bool = False) -> None:
         controller = Controller(config, dependencies, client, announced, replace)
         host = listen_address(NODE) if config.server.host == NODE else LOOPBACK[0]
         server = protocol.MessageServer(run_dir, controller.handle, host, trainer_runs)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.finished.set)
-        error: BaseException | None = None
+        if task := asyncio.current_task():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        last_words = ""  # after SIGTERM a successor answers what is open
         try:
             controller.recover(store, start_version(run_dir), trainer_runs)
             status = _publish_status(controller, run_dir)
             await protocol.run_until(server.finished, controller.run(), server.serve(), status)
+            last_words = "the controller has stopped"
         except BaseExceptionGroup as group:
-            error = group
+            error: BaseException = group
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
+            last_words = f"the controller failed: {error}"
             raise error from group
         finally:
-            await server.close(error=f"the controller failed: {error}" if error else None)
+            await server.close(last_words)
             await client.close()
             await store_thread.close()
             (run_dir / CONTROLLER_STATUS_FILE).unlink(missing_ok=True)
@@ -419,8 +422,11 @@ def main() -> int:
     gc.set_threshold(5_000_000, 5, 5)
 
     def work(run_dir: Path) -> None:
-        with lock_controller(run_dir):
-            uvloop.run(serve(run_dir, trainer_runs=sys.argv[2:] == [TRAINER_RUNS]))
+        with lock_controller(run_dir), suppress(asyncio.CancelledError):
+            return uvloop.run(serve(run_dir, trainer_runs=sys.argv[2:] == [TRAINER_RUNS]))
+        # It stopped in good order, but before the trainer's `Finish`: status 0 would be a success.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
 
     return run_role(work, ValueError, RuntimeError)
 

@@ -83,7 +83,12 @@ def config(tiny_model: str, tmp_path: Path) -> TrainConfig:
 
 
 @pytest.mark.timeout(150)
-def test_a_killed_controller_and_a_stopped_trainer_start_again(config, monkeypatch, capfd) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+def test_a_killed_controller_and_a_stopped_trainer_start_again(
+    config, number: signal.Signals, monkeypatch, capfd
+) -> None:
     """The controller starts alone, the trainer with it. The servers go on.
 
     They are fake ones, whose tokens do not depend on the weights.
@@ -99,7 +104,7 @@ def test_a_killed_controller_and_a_stopped_trainer_start_again(config, monkeypat
     def faults() -> None:
         after_step(folder, 3, 2, over.is_set)
         trainers.append(process_of(folder, TRAINER).pid)
-        struck.append(strike(folder, CONTROLLER, signal.SIGKILL))
+        struck.append(strike(folder, CONTROLLER, number))
         after_step(folder, 5, 4, over.is_set)
         struck.append(strike(folder, TRAINER, signal.SIGSTOP))
         trainers.append(struck[1])
@@ -118,7 +123,7 @@ def test_a_killed_controller_and_a_stopped_trainer_start_again(config, monkeypat
     restarts = (folder / "logs" / LOG).read_text()
     assert (
         "the controller starts again under the running trainer in 1 s (restart 1 of 5 within "
-        "an hour): controller exited with status -9"
+        f"an hour): controller exited with status {-number}"
     ) in restarts
     assert "from step 4 in 1 s (restart 2 of 5" in restarts
     assert "trainer hangs: it has been stopped by a signal (SIGSTOP)" in restarts
