@@ -8,7 +8,9 @@ same prompts without faults. Both run in turn under each schedule, for `--seeds`
 1,000 episodes in flight, and are evaluated before, in the middle and at the end.
 
 Writes <out>/hostile.json: one record per run, with its trajectories a second, and the ratio of the
-hostile to the healthy run for each schedule. A run that stops, or in which
+hostile to the healthy run for each schedule. The last steps of a run do not count in `per_second`,
+as many as may be in flight: no more groups start then than the run needs, so that its last batch
+waits for each of them, once. They count in `per_second_to_the_end`. A run that stops, or in which
 `areal-lite audit` finds a fault, ends the benchmark.
 """
 
@@ -75,7 +77,8 @@ def write_prompts(path: Path, seed: int, share: float) -> None:
 
 
 def measure(folder: Path, schedule: str, seed: int, steps: int, share: float) -> dict:
-    """Run a scripted trainer for `steps` steps and return what it got, per second."""
+    """Run a scripted trainer for `steps` steps and the last ones, and return what it got."""
+    total = steps + SCHEDULES[schedule]["buffer__max_staleness"] + 1
     folder.mkdir()
     build_char_tokenizer().save_pretrained(folder)
     described = {"model_type": "qwen3", "eos_token_id": 1, "vocab_size": 100}
@@ -95,7 +98,7 @@ def measure(folder: Path, schedule: str, seed: int, steps: int, share: float) ->
         rollout__max_concurrent=1000,
         rollout__episode_timeout_s=TIMEOUT_S,
         trainer__batch_groups=BATCH,
-        trainer__steps=steps,
+        trainer__steps=total,
         eval__problems=100,
         **SCHEDULES[schedule],
     )
@@ -111,18 +114,18 @@ def measure(folder: Path, schedule: str, seed: int, steps: int, share: float) ->
             evaluations.append(evaluator.evaluate(version))
 
         evaluate(0)
-        trajectories, began = 0, time.monotonic()
+        began, ends, trajectories = time.monotonic(), [], [0]
         middle = threading.Thread(target=evaluate, args=[steps // 2])
-        for step in range(steps):
+        for step in range(total):
             batch, _ = client.batch(step, 0, 1)
-            trajectories += batch.num_sequences
+            trajectories.append(trajectories[-1] + batch.num_sequences)
             time.sleep(TRAIN_S)
             push(client, step + 1, run_mode(schedule))
+            ends.append(time.monotonic() - began)
             if step + 1 == steps // 2:
                 middle.start()
-        seconds = time.monotonic() - began
         middle.join()
-        evaluate(steps)
+        evaluate(total)
         totals = client.finish()
     finally:
         run.stop()
@@ -131,9 +134,11 @@ def measure(folder: Path, schedule: str, seed: int, steps: int, share: float) ->
         "schedule": schedule,
         "seed": seed,
         "hostile": bool(share),
-        "trajectories": trajectories,
-        "seconds": seconds,
-        "per_second": trajectories / seconds,
+        "trajectories": trajectories[steps],
+        "seconds": ends[steps - 1],
+        "per_second": trajectories[steps] / ends[steps - 1],
+        "per_second_to_the_end": trajectories[-1] / ends[-1],
+        "load": os.getloadavg()[0],  # of other processes, too
         "failed_rollouts": totals["failed_rollouts"],
         "quarantined": len(totals["quarantined"]),
         "evaluations": [
@@ -160,17 +165,18 @@ def main() -> None:
                     folder = Path(scratch, f"{schedule}-{seed}-{share}")
                     runs.append(measure(folder, schedule, seed, STEPS[schedule], share))
                     print(runs[-1], flush=True)
-    ratios = {
-        schedule: [
-            hostile["per_second"] / healthy["per_second"]
-            for healthy, hostile in zip(runs[::2], runs[1::2])
-            if healthy["schedule"] == schedule
-        ]
-        for schedule in options.schedules
-    }
+    ratios = {key: ratios_of(runs, key) for key in ("per_second", "per_second_to_the_end")}
     result = {"ratios": ratios, "cores": os.cpu_count(), "runs": runs}
     (options.out / "hostile.json").write_text(json.dumps(result, indent=1) + "\n")
     print(ratios)
+
+
+def ratios_of(runs: list[dict], key: str) -> dict[str, list[float]]:
+    """Return `key` of each hostile run as a share of the healthy run before it, by schedule."""
+    ratios: dict[str, list[float]] = {}
+    for healthy, hostile in zip(runs[::2], runs[1::2]):
+        ratios.setdefault(healthy["schedule"], []).append(hostile[key] / healthy[key])
+    return ratios
 
 
 if __name__ == "__main__":
