@@ -17,10 +17,13 @@ PLATFORM = "areal_lite_cpu"
 # Large tensors on huge pages. Attention reads single slots all over the KV cache, and a step of
 # training writes to memory that the system has just given it. Pages of 4 KiB make both slower.
 _HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+# With more threads than free cores, waiting threads would spin and take cores away from working
+# ones. A few turns, some microseconds, bridge the time between two operators.
+_PATIENCE = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000"}
 
 
 def rank_environment() -> dict[str, str]:
-    """Return the environment of a trainer rank.
+    """Return the environment of a trainer rank, whose threads cores.py decides.
 
     Each number of tokens has about ten oneDNN primitives of its own, of 0.4 MB each. oneDNN and
     torch both cache 1,024 of them. A step needs few of the previous step's, and their small blocks
@@ -31,6 +34,8 @@ def rank_environment() -> dict[str, str]:
         "LRU_CACHE_CAPACITY": "64",
         # On a CPU torch.compile costs more at the start than the few fused operations save later.
         "TORCHDYNAMO_DISABLE": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        **_PATIENCE,
         **_HUGE_PAGES,
     }
 
@@ -68,10 +73,7 @@ def server_environment() -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",  # `server.device=cpu` holds on a machine with GPUs too
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        # With more threads than free cores, waiting threads would spin and take cores away from
-        # working ones. A few turns, some microseconds, bridge the time between two operators.
-        "OMP_WAIT_POLICY": "passive",
-        "GOMP_SPINCOUNT": "2000",
+        **_PATIENCE,
         # Products of each number of rows have a oneDNN primitive of 0.4 MB. 1,024 would be kept.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         "LRU_CACHE_CAPACITY": "256",

@@ -1,6 +1,7 @@
 """The trainer's operators without a GPU: the kernels of this package with their gradients.
 
-They compute in float32 with one thread. Otherwise torch computes.
+They compute in float32, with one thread, which is worth several of torch's. Otherwise torch
+computes.
 """
 
 from dataclasses import astuple
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from areal_lite.cpu import KEPT_LOGITS
+from areal_lite.cpu.cores import FreeCores
 from areal_lite.cpu.kernels import norms
 from areal_lite.cpu.kernels.packed_attention import attend, attend_backward
 from areal_lite.cpu.kernels.products import linear
@@ -33,6 +35,7 @@ def install(kernels: Kernels) -> None:
     kernels.varlen = False
     kernels.exact_rotation = False  # SGLang rotates in the model's dtype here
     kernels.wide_products = False
+    kernels.training_step = FreeCores()
     kernels.logits_to_keep = lambda device, chunk_logits: KEPT_LOGITS
 
 

@@ -269,15 +269,16 @@ def place(
 
 
 def rank_environment(*, on_gpu: bool) -> dict[str, str]:
-    """Return the environment of every trainer rank, on any machine; one thread, unless it is set.
+    """Return the environment of every trainer rank, on any machine.
 
-    Megatron-core overlaps its collectives with computation only if kernels start in the order of
-    their launch, so a GPU gets one connection.
+    On a GPU a rank has one thread, unless OMP_NUM_THREADS is set. Megatron-core overlaps its
+    collectives with computation only if kernels start in the order of their launch, so it gets one
+    connection.
     """
-    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    if on_gpu:
-        return threads | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    return threads | cpu_device().rank_environment()
+    if not on_gpu:
+        return cpu_device().rank_environment()
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    return {"OMP_NUM_THREADS": threads, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def signal_group(role: Role, number: int) -> None:

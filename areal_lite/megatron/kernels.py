@@ -1,6 +1,7 @@
 """The trainer's operators: torch's, unless the device brings its own (extensions.py)."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any, Protocol, TypeVar
@@ -112,6 +113,8 @@ class Kernels:
     wide_products: bool = True  # products of half-precision matrices are added up in float32
     # (device, logits of a chunk) -> logits that are kept for backward
     logits_to_keep: Callable[[torch.device, int], int] = logits_to_keep
+    # a training step runs inside this context
+    training_step: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 kernels = Kernels()

@@ -26,6 +26,7 @@ from torch import Tensor
 from areal_lite.config import TrainConfig, load_config, without_secrets
 from areal_lite.controller.protocol import ControllerClient
 from areal_lite.megatron.checkpoint import Checkpoints
+from areal_lite.megatron.kernels import kernels
 from areal_lite.megatron.parallel import data_parallel_rank, on_every_rank, shutdown
 from areal_lite.run_dir.metrics import MetricsLog, append_event, forget_after, read_events
 from areal_lite.run_dir.paths import BAD_BATCHES_DIR, CHECKPOINTS_DIR, HF_DIR, TOTALS_FILE
@@ -111,7 +112,7 @@ class TrainingRun:
         if self.reporter:
             # Servers with older weights have other log-probs.
             self.reporter.agreement.begin(batch, [] if lag else self.pusher.servers)
-        with self.models.on_device():
+        with kernels.training_step(), self.models.on_device():
             result = policy_step(self.models, self.objective, batch, self.config, step)
         self._record_skipped(step, batch, result.skipped)
         watch.lap("train_s")

@@ -124,6 +124,22 @@ def test_a_step_does_not_depend_on_packing(model, num_minibatches):
         assert split[0].metrics[name] == pytest.approx(value, abs=2e-5), name
 
 
+def test_threads_change_no_weight(tmp_path):
+    """Bit for bit: a step may have more or fewer cores than the one before."""
+    out = tmp_path / "model"
+    make_model(MakeModelConfig(out=str(out), hidden_size=64, num_layers=2, head_dim=16))
+    runs = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            runs.append(step(out, batch(groups=64), minibatches=2))
+        finally:
+            torch.set_num_threads(1)
+    (one, weights, _), (two, others, _) = runs
+    assert torch.equal(one.prox, two.prox)
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
 def test_metrics_against_the_definition(model):
     data = batch()
     result, _, before = step(model, data)
