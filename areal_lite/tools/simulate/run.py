@@ -7,7 +7,6 @@ shard how long the step takes.
 
 import asyncio
 import json
-import time
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
@@ -55,7 +54,6 @@ class StepRecord:
     train_s: float
     push_s: float
     tokens: int  # sampled tokens of the batch
-    all_tokens: int  # with the prompts
     staleness: np.ndarray  # number of trained tokens by staleness, in steps
     info: dict[str, Any]  # what the controller says about the batch, in simulated tokens
 
@@ -103,7 +101,6 @@ class SimulatedTrainer:
                 train_s=train_s,
                 push_s=self._loop.time() - trained,
                 tokens=grain * sum(int((shard.versions >= 0).sum()) for shard in shards),
-                all_tokens=grain * sum(len(shard.tokens) for shard in shards),
                 staleness=grain
                 * np.bincount(np.concatenate([step - s.versions[s.loss_mask] for s in shards])),
                 info=info,
@@ -153,17 +150,15 @@ class SimulatedTrainer:
 class Outcome:
     """The measured part of a simulated run."""
 
-    config: TrainConfig
     records: list[StepRecord]  # the measured steps
     seconds: float  # their virtual time
     usage: Usage  # what the servers did in that time, summed over servers
     groups: dict[str, int]  # the number of groups in each state at the end
     counts: dict[str, int]  # of the dispatcher and the fleet, over the whole run
-    computed_s: float  # real seconds that the simulation took
 
 
 def simulate(config: TrainConfig, work: Workload) -> Outcome:
-    """Run `config` in virtual time. Equal arguments give equal outcomes, `computed_s` excepted."""
+    """Run `config` in virtual time. Equal arguments give equal outcomes."""
     with TemporaryDirectory() as folder, closing(Ledger(Path(folder) / STORE_FILE)) as ledger:
         ledger.begin()  # one transaction, which is never written to the disk
         return run_virtual(_simulate(_settings(config, work), work, ledger))
@@ -183,7 +178,6 @@ def _settings(config: TrainConfig, work: Workload) -> TrainConfig:
 
 
 async def _simulate(config: TrainConfig, work: Workload, ledger: Ledger) -> Outcome:
-    started = time.perf_counter()
     loop = asyncio.get_running_loop()
     rollout = config.rollout
     servers = SimulatedServers(
@@ -210,7 +204,6 @@ async def _simulate(config: TrainConfig, work: Workload, ledger: Ledger) -> Outc
         await asyncio.wait([generation])
         await servers.close()
     return Outcome(
-        config=config,
         records=trainer.records[work.warm_up :],
         seconds=loop.time() - began,
         usage=servers.usage().since(before),
@@ -221,7 +214,6 @@ async def _simulate(config: TrainConfig, work: Workload, ledger: Ledger) -> Outc
             "drained": controller.drained,
             **controller.fleet.counts,
         },
-        computed_s=time.perf_counter() - started,
     )
 
 
@@ -280,7 +272,6 @@ class Summary:
     """The results of a simulated run. Shares are of its time, per token or per server."""
 
     tokens_per_s: float  # sampled tokens that were trained on, in a second
-    all_tokens_per_s: float  # with their prompts
     generated_per_s: float  # tokens that the servers generated in a second
     step_s: float  # seconds of a step
     # train_share, push_share, wait_share: of the trainer's time
@@ -300,8 +291,6 @@ class Summary:
     masked_share: float  # tokens that were too stale to train on
     interrupted_share: float  # trajectories with tokens of more than one version
     preempted: int  # requests that lost their KV cache because it was full
-    virtual_s: float  # virtual seconds of the measured steps
-    computed_s: float  # real seconds of the simulation, warm-up included
 
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers for a JSON file, rounded to four digits."""
@@ -324,7 +313,6 @@ def summarize(outcome: Outcome) -> Summary:
     server_s = usage.decoding_s + usage.prefill_s + usage.paused_s + usage.idle_s
     return Summary(
         tokens_per_s=tokens / seconds,
-        all_tokens_per_s=sum(record.all_tokens for record in records) / seconds,
         generated_per_s=usage.tokens / seconds,
         step_s=seconds / len(records),
         train_share=sum(record.train_s for record in records) / seconds,
@@ -341,6 +329,4 @@ def summarize(outcome: Outcome) -> Summary:
         masked_share=1 - trained / tokens,
         interrupted_share=float(np.mean([r.info["interrupted_share"] for r in records])),
         preempted=round(usage.preempted),
-        virtual_s=seconds,
-        computed_s=outcome.computed_s,
     )

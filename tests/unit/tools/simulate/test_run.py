@@ -87,7 +87,7 @@ def test_synchronous_steps_are_the_sum_of_their_parts() -> None:
     for record in outcome.records:
         assert (record.wait_s, record.train_s) == pytest.approx((generation, training))
         assert record.push_s == pytest.approx(0.11)
-        assert record.staleness.tolist() == [1600] and record.all_tokens == 16 * 120
+        assert record.staleness.tolist() == [1600]
 
 
 def test_a_trainer_that_is_the_bottleneck_is_never_kept_waiting() -> None:
@@ -205,7 +205,6 @@ def test_shares_add_up_and_every_token_has_an_age() -> None:
     assert summary.staleness_mean == pytest.approx(
         sum(age * share for age, share in enumerate(summary.staleness))
     )
-    assert summary.all_tokens_per_s > summary.tokens_per_s
 
 
 def test_littles_law_is_exact_for_a_trainer_that_never_waits() -> None:
