@@ -1,6 +1,6 @@
-"""Draw the figures of docs/concepts.md as SVG, for light and dark pages.
+"""Draw the figures of docs/concepts.md and docs/training.md as SVG, for light and dark pages.
 
-python docs/figures/concepts.py    # writes versions.svg, staleness.svg and decoupled.svg
+python docs/figures/concepts.py    # writes every file of FIGURES
 """
 
 from pathlib import Path
@@ -138,7 +138,33 @@ def decoupled() -> str:
     return picture("The current probability is outside the naive range", 222, parts)
 
 
-FIGURES = {"versions.svg": versions, "staleness.svg": staleness, "decoupled.svg": decoupled}
+def prefixes() -> str:
+    """Draw sequences that begin alike: tokens of the batch, and the tokens that are computed."""
+    sequences = [  # of each part, where it stands: (start, end, color, words, computed before)
+        [(0, 120, 0, "prompt", False), (120, 200, 1, "answer 1", False)],
+        [(0, 120, 0, "prompt", True), (120, 190, 2, "answer 2", False)],
+        [(0, 120, 0, "prompt", True), (120, 146, 2, "", True), (146, 222, 3, "answer 3", False)],
+    ]
+    parts = [text(14, 24, "in the batch"), text(276, 24, "computed")]
+    for row, pieces in enumerate(sequences):
+        y = 38 + 30 * row
+        for start, end, color, words, known in pieces:
+            parts.append(bar(14 + start, y, end - start - 2, 20, color, words))
+            if not known:
+                parts.append(bar(276 + start, y, end - start - 2, 20, color, words))
+    # From the last shared token to what follows it.
+    for place, above, row in ((120, 58, 1), (146, 88, 2)):
+        x, y = 276 + place - 8, 48 + 30 * row
+        parts.append(line([(x, above), (x, y), (x + 6, y)]))
+    return picture("Tokens with which sequences begin alike are computed once", 140, parts)
+
+
+FIGURES = {
+    "versions.svg": versions,
+    "staleness.svg": staleness,
+    "decoupled.svg": decoupled,
+    "prefixes.svg": prefixes,
+}
 
 if __name__ == "__main__":
     for name, draw in FIGURES.items():

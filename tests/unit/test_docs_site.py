@@ -51,7 +51,7 @@ def test_nothing_comes_from_another_host() -> None:
     assert "://" not in settings
 
 
-@pytest.mark.parametrize("name", ["versions.svg", "staleness.svg", "decoupled.svg"])
+@pytest.mark.parametrize("name", ["versions.svg", "staleness.svg", "decoupled.svg", "prefixes.svg"])
 def test_a_figure_is_what_its_script_draws(name: str) -> None:
     draw = runpy.run_path(str(DOCS / "figures" / "concepts.py"))["FIGURES"][name]
     assert (DOCS / "figures" / name).read_text() == draw()
