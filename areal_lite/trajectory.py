@@ -201,6 +201,20 @@ class Group:
         return [list(traces) for _, traces in by_sample]
 
     @property
+    def distinct_tokens(self) -> int:
+        """Count its tokens. Those with which a trace begins like the one before it do not count.
+
+        They are about the tokens that a trainer computes (areal_lite/megatron/prefixes.py).
+        """
+        traces = [trace.tokens for trace in self.trajectories]
+        repeated = 0
+        for before, tokens in itertools.pairwise(traces):
+            length = min(len(before), len(tokens))
+            different = before[:length] != tokens[:length]
+            repeated += int(different.argmax()) if different.any() else length
+        return sum(map(len, traces)) - repeated
+
+    @property
     def rewards(self) -> list[float]:
         """Return the `episode_reward` of each episode."""
         return [episode_reward(traces) for traces in self.episodes]

@@ -307,15 +307,17 @@ def make_shards(groups: Sequence[Group], num_shards: int) -> list[TrainBatch]:
 def balanced_shards(groups: Sequence[Group], num_shards: int) -> list[list[Group]]:
     """Distribute whole groups over data-parallel ranks, equally many to each.
 
-    Greedily, the longest group goes to the rank with the fewest tokens. Raises ValueError if the
-    groups cannot be distributed equally.
+    Greedily, the longest group goes to the rank with the fewest tokens. Those that its samples
+    share count once. Raises ValueError if the groups cannot be distributed equally.
     """
     if len(groups) % num_shards:
         raise ValueError(
             f"{len(groups)} groups cannot be divided equally among {num_shards} data-parallel ranks"
         )
     capacity = len(groups) // num_shards
-    num_tokens = {g.group_id: sum(len(t.tokens) for t in g.trajectories) for g in groups}
+    if num_shards == 1:
+        return [sorted(groups, key=lambda g: g.group_id)]
+    num_tokens = {g.group_id: g.distinct_tokens for g in groups}
     shards: list[list[Group]] = [[] for _ in range(num_shards)]
     load = [0] * num_shards
     for group in sorted(groups, key=lambda g: (-num_tokens[g.group_id], g.group_id)):

@@ -162,6 +162,17 @@ def test_shards_hold_every_group_once_and_equally_many(lengths, ranks) -> None:
     assert {len(shard) for shard in shards} == {len(groups) // ranks}
 
 
+def test_shards_are_equal_in_the_tokens_that_a_trainer_computes() -> None:
+    """A long prompt with four short answers is computed once, so it weighs less than it is long."""
+    groups = [group(i, *lengths) for i, lengths in enumerate([[[0] * 40] * 4, [[0] * 30] * 3] * 2)]
+    for one, end in zip(groups, (40, 5, 40, 5)):
+        for trace in one.trajectories:  # tokens are equal up to `end`, and then are not
+            trace.tokens[end:] += 1000 * (1 + trace.sample_index)
+    assert [one.distinct_tokens for one in groups] == [40 + 4 * 2, 5 + 3 * 27, 48, 86]
+    assert [[g.group_id for g in shard] for shard in balanced_shards(groups, 2)] == [[0, 1], [2, 3]]
+    assert groups[0].distinct_tokens < sum(len(t.tokens) for t in groups[0].trajectories) / 3
+
+
 def test_shards_that_cannot_be_equal_are_refused() -> None:
     with pytest.raises(ValueError, match="3 groups cannot be divided equally among 2"):
         balanced_shards([group(i, [0]) for i in range(3)], 2)
