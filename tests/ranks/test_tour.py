@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from areal_lite import tour
 from areal_lite.config import RolloutConfig, TrainConfig, TrainerConfig
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
-from areal_lite.quickstart import tour
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trainer.objective import build_objective
 from areal_lite.trainer.step import Models, policy_step

@@ -1,4 +1,4 @@
-"""The whole idea in one file: `python -m areal_lite.quickstart.tour`. Read it from top to bottom.
+"""The whole idea in one file: `python -m areal_lite.tour`. Read it from top to bottom.
 
 A tiny model learns to repeat a letter as often as it is told to. It learns three times, on three
 schedules, in one process and in simulated time. Only the processes are toys: the data types, the
