@@ -27,6 +27,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from areal_lite.megatron.kernels import Spans, kernels
 from areal_lite.megatron.packing import LocalTokens
+from areal_lite.megatron.parallel import process_group
 
 Segment = tuple[int, int]  # tokens of its queries, and of its keys
 
@@ -100,7 +101,7 @@ class PackedAttention(MegatronModule):
         assert packed is not None
         query = kernels.rotate(query, packed.cos, packed.sin)
         key = kernels.rotate(key, packed.cos, packed.sin)
-        group = parallel_state.get_context_parallel_group()
+        group = process_group(parallel_state.get_context_parallel_group())
         if group.size() > 1:
             both = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=group)
             key, value = both.chunk(2, -1)
