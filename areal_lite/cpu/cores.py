@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 _STAT = Path("/proc/stat")
-_BUSY = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq and steal of a line of /proc/stat
+# user, system, irq, softirq and steal of a line of /proc/stat; what is nice gives way
+_BUSY = (0, 2, 5, 6, 7)
 # Cores that others may use without costing a thread: timers, logs, the controller's polls.
 _NEGLIGIBLE = 0.1
 
