@@ -66,12 +66,13 @@ def _processes(pid: int) -> Iterator[tuple[int, tuple[str, float]]]:
 
 
 def areal_lite(log: Path, *arguments: str) -> RoleTimes:
-    """Run `areal-lite` with one thread per role and its output in `log`.
+    """Run `areal-lite` with its own choice of threads and its output in `log`.
 
     Returns the processor time of its roles. Raises CalledProcessError if it fails.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    environment["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, "-m", "areal_lite", *arguments]
     times = RoleTimes()
     with open(log, "w") as file:

@@ -1,14 +1,15 @@
 """Compare speed and learning with TRL's GRPOTrainer, on two cores without a GPU.
 
-    python -m benchmarks.against_trl                 # both tasks, about an hour
+    python -m benchmarks.against_trl                 # all tasks, two to three hours
     python -m benchmarks.against_trl --tasks short --seeds 1 --steps 10
     python -m benchmarks.against_trl --show          # table and picture of what there is
 
-Both sides start from the same warmed-up model. They see prompts of the same file, the same reward,
-and the same groups, updates and clip range. They run in turn, each alone on the machine. TRL
-generates and trains in one process with the machine's cores. Its fastest settings are sought first:
-the microbatch, and transformers' continuous batching against its `generate`. Then each side has the
-learning rate with which it reached a reward of 0.95 first, with the first seed.
+Both sides start from the same model: a toy that was warmed up, or a chat model (task `chat`).
+They see prompts of the same file, the same reward, and the same groups, updates and clip range.
+They run in turn, each alone on the machine. TRL generates and trains in one process with the
+machine's cores. Its fastest settings are sought first: the microbatch, and for toys transformers'
+continuous batching against its `generate`. Then each side has the learning rate with which it was
+the first at the higher reward, with the first seed.
 
 Writes <out>/against_trl.json, .md and .png.
 """
@@ -23,21 +24,18 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.against_trl import page
-from benchmarks.against_trl.sides import COMMON, TRL, run_areal_lite, run_trl
+from benchmarks.against_trl.sides import TRL, run_areal_lite, run_trl
 from benchmarks.against_trl.tasks import TASKS, Task, warm_model, write_prompts
 from benchmarks.launch import ROOT
 
 TRIED_STEPS = 3
-RATES = {"areal_lite": (1.5e-4, 3e-4), "trl": (3e-4, 6e-4)}
-"""The learning rates to try. Fresh data bears a larger one."""
-RATE_STEPS = 15
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tasks", nargs="+", default=[task.name for task in TASKS])
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, default=24, help="of TRL")
     parser.add_argument("--threads", type=int, default=2, help="threads of TRL's process")
@@ -51,9 +49,9 @@ def main() -> None:
         json.loads(path.read_text()) if path.exists() else {"tried": {}, "rates": {}, "runs": []}
     )
     if not args.show:
-        for task in (task for task in TASKS if task.name in args.tasks):
+        for task in map(TASKS.__getitem__, args.tasks):
             _measure(args, task, found)
-            found["settings"] = COMMON
+            found["settings"] = {name: task.common for name, task in TASKS.items()}
             found["versions"] = {
                 "trl": TRL.partition("==")[2],
                 **{name: version(name) for name in ("torch", "transformers", "sglang")},
@@ -77,8 +75,8 @@ def _measure(args: argparse.Namespace, task: Task, found: dict) -> None:
         seeded = Seeded(work, task, model, files, seed, fastest)
         if task.name not in found["rates"]:
             found["rates"][task.name] = _rates(seeded)
-        for side in RATES:
-            lr = _best_rate(found["rates"][task.name][side])
+        for side in task.rates:
+            lr = _best_rate(task, found["rates"][task.name][side])
             made = {"task": task.name, "side": side, "seed": seed, "commit": _commit(), "lr": lr}
             record = made | seeded.run(side, lr, args.steps)
             _add(found, record)
@@ -106,21 +104,22 @@ class Seeded:
 
 def _rates(seeded: Seeded) -> dict[str, list[dict]]:
     """Return the seconds to a reward with each learning rate, by side."""
-    found = {side: [] for side in RATES}
-    for side, rates in RATES.items():
+    task = seeded.task
+    found = {side: [] for side in task.rates}
+    for side, rates in task.rates.items():
         for lr in rates:
-            record = seeded.run(side, lr, RATE_STEPS, measure=False)
-            seconds = {str(t): page.seconds_to(record, t) for t in page.THRESHOLDS}
+            record = seeded.run(side, lr, task.rate_steps, measure=False)
+            seconds = {str(t): page.seconds_to(record, t) for t in task.thresholds}
             found[side].append({"lr": lr, "seconds": seconds})
             print(side, found[side][-1], flush=True)
     return found
 
 
-def _best_rate(rates: list[dict]) -> float:
+def _best_rate(task: Task, rates: list[dict]) -> float:
     """Return the rate that was first at the highest reward, or else at the next one."""
 
     def seconds(row: dict) -> list[float]:
-        return [row["seconds"][str(t)] or math.inf for t in reversed(page.THRESHOLDS)]
+        return [row["seconds"][str(t)] or math.inf for t in reversed(task.thresholds)]
 
     return min(rates, key=seconds)["lr"]
 
@@ -152,14 +151,16 @@ def _tried(
             "continuous_batching": continuous,
             "threads": threads,
         }
-        settings = {**own, "lr": 3e-4}
+        settings = {**own, "lr": task.rates["trl"][0]}
         record = run_trl(work, task, model, files, 0, TRIED_STEPS, settings, measure=False)
-        rows.append({**own, "trajectories_s": round(page.rate(record, skipped=1), 2)})
+        rate = page.rate(record | {"task": task.name}, skipped=1)
+        rows.append({**own, "trajectories_s": round(rate, 2)})
         print(rows[-1], flush=True)
 
-    for micro_batch in (32, 64, 128):
+    for micro_batch in task.micro_batches:
         add(micro_batch, continuous=False)
-    add(max(rows, key=lambda row: row["trajectories_s"])["micro_batch"], continuous=True)
+    if not task.chat:  # it was slower in both toys, by 1.3 and 6 times
+        add(max(rows, key=lambda row: row["trajectories_s"])["micro_batch"], continuous=True)
     return rows
 
 

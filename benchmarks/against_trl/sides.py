@@ -16,22 +16,6 @@ from benchmarks.against_trl.tasks import Task
 from benchmarks.launch import ROOT, areal_lite
 
 TRL = "trl==1.16.0"
-COMMON: dict[str, Any] = {
-    "groups": 64,
-    "group_size": 8,
-    "minibatches": 4,
-    "adam_beta2": 0.95,
-    "adam_eps": 1e-5,
-    "eps_low": 0.2,
-    "eps_high": 0.28,
-}
-"""The settings of both sides. A step is 64 x 8 trajectories in four updates, at a constant rate."""
-
-# Each update is a step of its own, and a push follows: so the data is the least stale.
-OWN = (
-    f"trainer.batch_groups={COMMON['groups'] // COMMON['minibatches']} trainer.minibatches=1"
-    " buffer.max_staleness=3 rollout.max_concurrent=256"
-)
 
 
 def trl_python(work: Path) -> Path:
@@ -71,27 +55,30 @@ def run_areal_lite(
     measure: bool = True,
 ) -> dict:
     """Train with areal_lite and return its record, with the held-out accuracy if `measure`."""
-    run_dir = work / f"areal_lite-{task.name}-{seed}"
+    run_dir, common = work / f"areal_lite-{task.name}-{seed}", task.common
     shutil.rmtree(run_dir, ignore_errors=True)
+    # Each update of a toy is a step of its own, and a push follows: so the data is the least stale.
+    size = ["rollout.max_concurrent=256", "buffer.max_staleness=3"] * (not task.chat)
     areal_lite(
         work / f"{run_dir.name}.log",
         "train",
         *[f"run_dir={run_dir}", f"model={model}", f"seed={seed}", "algo=quickstart"],
         *["data.source=jsonl", f"data.path={files[0]}", f"data.eval_path={files[1]}"],
-        *["data.chat=false", "eval.problems=0"],
-        *OWN.split(),
-        f"rollout.group_size={COMMON['group_size']}",
+        *[f"data.chat={str(task.chat).lower()}", "eval.problems=0"],
+        *[f"reward.function={task.reward}", *size],
+        *[f"trainer.batch_groups={task.groups // task.minibatches}", "trainer.minibatches=1"],
+        f"rollout.group_size={common['group_size']}",
         f"rollout.max_new_tokens={task.max_new_tokens}",
-        *[f"trainer.steps={COMMON['minibatches'] * steps}", f"trainer.lr={lr}"],
+        *[f"trainer.steps={task.minibatches * steps}", f"trainer.lr={lr}"],
         *["trainer.lr_schedule=constant", "trainer.lr_warmup_steps=0", "trainer.save_every=0"],
-        *[f"trainer.adam_eps={COMMON['adam_eps']}", f"trainer.adam_beta2={COMMON['adam_beta2']}"],
-        *[f"algo.eps_low={COMMON['eps_low']}", f"algo.eps_high={COMMON['eps_high']}"],
+        *[f"trainer.adam_eps={common['adam_eps']}", f"trainer.adam_beta2={common['adam_beta2']}"],
+        *[f"algo.eps_low={common['eps_low']}", f"algo.eps_high={common['eps_high']}"],
     )
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     # TRL's clock starts with the model loaded: ours starts when the server takes its first request.
     with closing(sqlite3.connect(run_dir / "trajectories.sqlite")) as store:
         (started,) = store.execute("SELECT min(started_at) FROM trajectories").fetchone()
-    parts = list(zip(*[iter(rows)] * COMMON["minibatches"], strict=True))
+    parts = list(zip(*[iter(rows)] * task.minibatches, strict=True))
     record: dict[str, Any] = {
         "seconds": [round(part[-1]["logged_at"] - started, 3) for part in parts],
         "rewards": [round(mean(row["reward_mean"] for row in part), 4) for part in parts],
@@ -125,10 +112,12 @@ def run_trl(
         "save": str(folder / "model") if measure else "",
         "work": str(folder),
         "max_new_tokens": task.max_new_tokens,
+        "reward": task.reward,
+        "chat": task.chat,
         "seed": seed,
         "steps": steps,
     }
-    (folder / "settings.json").write_text(json.dumps({**COMMON, **settings, **own}))
+    (folder / "settings.json").write_text(json.dumps({**task.common, **settings, **own}))
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     script = Path(__file__).with_name("trl_run.py")
@@ -155,6 +144,7 @@ def _accuracy(folder: Path, model: Path, held_out: Path, task: Task) -> float:
         "eval",
         *[f"run_dir={folder / 'eval'}", f"model={model}", "problems=512", "samples=1"],
         *["data.source=jsonl", f"data.path={held_out}", f"data.eval_path={held_out}"],
-        *["data.chat=false", f"rollout.max_new_tokens={task.max_new_tokens}"],
+        *[f"data.chat={str(task.chat).lower()}", f"reward.function={task.reward}"],
+        f"rollout.max_new_tokens={task.max_new_tokens}",
     )
     return json.loads((folder / "eval" / "summary.json").read_text())["pass_at_k"]["1"]

@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-from areal_lite.quickstart.reward import addition_reward
+from areal_lite.extensions import load_object
 
 
 class Clock(TrainerCallback):
@@ -38,11 +38,19 @@ def main() -> None:
     rows = [json.loads(line) for line in Path(settings["prompts"]).read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
+    if settings["chat"]:  # the files of the model disagree about the token that ends a turn
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+
+    def prompt(question: str) -> str | list[dict[str, str]]:
+        return [{"role": "user", "content": question}] if settings["chat"] else question
+
+    score = load_object("reward", settings["reward"])
     rewards: list[float] = []
     tokens: list[int] = []
 
-    def reward(completions: list[str], answer: list[str], completion_ids, **_) -> list[float]:
-        values = [addition_reward(c, a) for c, a in zip(completions, answer, strict=True)]
+    def reward(completions: list, answer: list[str], completion_ids, **_) -> list[float]:
+        texts = [c[0]["content"] for c in completions] if settings["chat"] else completions
+        values = [score(text, a) for text, a in zip(texts, answer, strict=True)]
         rewards.append(sum(values) / len(values))
         tokens.append(sum(map(len, completion_ids)))
         return values
@@ -54,7 +62,7 @@ def main() -> None:
         reward_funcs=reward,
         args=config(settings),
         train_dataset=Dataset.from_list(
-            [{"prompt": row["question"], "answer": row["answer"]} for row in rows]
+            [{"prompt": prompt(row["question"]), "answer": row["answer"]} for row in rows]
         ),
         callbacks=[clock],
     )

@@ -5,19 +5,20 @@ from pathlib import Path
 
 import pytest
 
+from areal_lite.extensions import load_object
 from areal_lite.quickstart.reward import addition_reward
 from benchmarks.against_trl import page
-from benchmarks.against_trl.sides import COMMON
-from benchmarks.against_trl.tasks import TASKS, Task, write_prompts
+from benchmarks.against_trl.tasks import CHAT, LONG_TAIL, SHORT, Task, write_prompts
 
-BATCH = COMMON["groups"] * COMMON["group_size"]
+BATCH = SHORT.common["groups"] * SHORT.common["group_size"]
 
 
 def _record(seconds: list[float], rewards: list[float]) -> dict:
-    return {"seconds": seconds, "rewards": rewards, "accuracy": 0.9, "commit": "abc1234"}
+    made = {"task": "short", "accuracy": 0.9, "commit": "abc1234"}
+    return made | {"seconds": seconds, "rewards": rewards}
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+@pytest.mark.parametrize("task", [SHORT, LONG_TAIL], ids=lambda task: task.name)
 def test_prompts_to_train_on_are_not_held_out(task: Task, tmp_path: Path) -> None:
     train, test = write_prompts(task, tmp_path, 1)
     rows = [[json.loads(line) for line in path.read_text().splitlines()] for path in (train, test)]
@@ -26,6 +27,15 @@ def test_prompts_to_train_on_are_not_held_out(task: Task, tmp_path: Path) -> Non
     assert all(addition_reward("#" + row["answer"], row["answer"]) == 1 for row in rows[0][:50])
     longest = max(len(row["question"]) for row in rows[0])
     assert longest == len("a1A1+=?") + 4 * (task.max_digits - 1)
+
+
+def test_a_chat_model_is_paid_for_the_last_number(tmp_path: Path) -> None:
+    train, test = write_prompts(CHAT, tmp_path, 1)
+    rows = [[json.loads(line) for line in path.read_text().splitlines()] for path in (train, test)]
+    questions = [{row["question"] for row in part} for part in rows]
+    assert not questions[0] & questions[1] and len(questions[1]) == 128
+    score = load_object("reward", CHAT.reward)
+    assert [score(text, "12") for text in ("5 + 7 = 12.", "12 or 13")] == [1.0, 0.0]
 
 
 def test_a_rate_leaves_out_the_first_steps() -> None:
