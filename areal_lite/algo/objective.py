@@ -126,7 +126,7 @@ class OwnLoss:
 
         tokens: FlatBatch of t tokens; its per-sequence tensors [n] belong to the whole batch.
             Log-probs and advantages are finite and without gradient, also where masked.
-        logprobs: float [t], under the weights being trained, with gradient
+        logprobs: float [t], under the weights being trained, with gradient; 0 if not sampled
         algo: the section `algo` of the configuration, such as algo.eps_low
 
     prepare(tokens, algo, reduce) is called once before each update, on every rank, with all tokens
