@@ -152,8 +152,9 @@ def make_microbatches(
     """Pack the sequences of `batch`, this rank's, into microbatches; see `pack`.
 
     `token_index` of the result points into the tokens of `batch`. multiple: as an interleaved
-    pipeline demands; scored: bool [T], tokens that need a log-prob, by default all, and then the
-    model also computes what follows the last of them; share: whether prefixes are computed once.
+    pipeline demands; share: whether prefixes are computed once; scored: bool [T], the tokens that
+    need a log-prob. The model computes nothing after the last of them. None: all tokens, and the
+    state after the last one.
     """
     lengths, bounds = _computed_lengths(batch, scored), batch.cu_seqlens
     found = unshared(len(lengths))
