@@ -293,10 +293,11 @@ class LogprobAgreement:
         """Compare the log-probs of `batch` and return the differences by metric name.
 
         The servers must still have the weights that they had at `begin`. prox: float32 [T], the
-        log-probs under the trainer's `version`.
+        log-probs of sampled tokens under the trainer's `version`.
         """
         own = prox.numpy()
-        sampled, scored = difference_of_fresh(batch, own, version), self._difference_of_scored(own)
+        sampled = difference_of_fresh(batch, own, version)
+        scored = self._difference_of_scored(batch.sampled, own)
         known = [difference for difference in (sampled, scored) if difference is not None]
         return {
             "logprob_diff_sampled": sampled,
@@ -304,7 +305,7 @@ class LogprobAgreement:
             "logprob_diff": max(known) if known else None,
         }
 
-    def _difference_of_scored(self, own: np.ndarray) -> float | None:
+    def _difference_of_scored(self, sampled: np.ndarray, own: np.ndarray) -> float | None:
         if not self._calls:
             return None
         differences = []
@@ -313,7 +314,7 @@ class LogprobAgreement:
             with suppress(ServerError):
                 scored = call.result()["meta_info"]["input_token_logprobs"][1:]
                 scored = np.array([logprob for logprob, _, _ in scored], np.float32)
-                differences.append(np.abs(scored - own[span][1:]))
+                differences.append(np.abs(scored - own[span][1:])[sampled[span][1:]])
         if not differences:
             log.warning(
                 "no server scored a sequence within %.0f s:"
@@ -321,7 +322,8 @@ class LogprobAgreement:
                 _SCORING_TIMEOUT_S,
             )
             return None
-        return float(np.concatenate(differences).mean())
+        together = np.concatenate(differences)
+        return float(together.mean()) if len(together) else None
 
 
 def difference_of_fresh(batch: TrainBatch, own: np.ndarray, version: int) -> float | None:

@@ -113,7 +113,7 @@ class StepResult:
     """The outcome of a step."""
 
     metrics: dict[str, float | list[float]]  # for metrics.jsonl
-    prox: Tensor  # float32 [T] in CPU memory, this rank's log-probs before the step
+    prox: Tensor  # float32 [T] in CPU memory, log-probs of sampled tokens before the step
     skipped: float  # updates, of policy and critic, that were not finite
 
 

@@ -72,6 +72,8 @@ def test_servers_score_while_the_trainer_computes(monkeypatch, tmp_path) -> None
     asked[1][2].set_exception(ServerUnreachable(servers[1], "POST /generate: gone"))
     asked[2][2].set_result(prompt_answer([8.0 - 0.25]))  # own[8] = 8
     result = agreement.compare(batch, torch.from_numpy(own), 9)
+    batch.versions[1], own[1] = -1, 0  # of the prompt: the trainer has no log-prob
+    assert np.isclose(agreement.compare(batch, torch.from_numpy(own), 9)["logprob_diff"], 0.375)
     assert result["logprob_diff_sampled"] is None
     assert result["logprob_diff_scored"] == result["logprob_diff"]
     assert np.isclose(result["logprob_diff"], (0.5 + 0.5 + 0.25) / 3)
