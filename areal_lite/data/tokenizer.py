@@ -99,6 +99,10 @@ class Tokenizer:
         before, *texts = self._fast.decode_batch([[word], *([word, i] for i in ids)])
         return [text[len(before) :] for text in texts]
 
+    def texts(self, ids: Sequence[int] | np.ndarray) -> list[str]:
+        """Return the text of each token id; special tokens have none."""
+        return [self._texts[i] for i in np.asarray(ids).tolist()]
+
     def completing(self, text: str) -> tuple[int, ...]:
         """Return the tokens with which an answer may first contain `text`.
 

@@ -4,10 +4,12 @@ import asyncio
 import json
 from pathlib import Path
 
+import pytest
 from smolagents import OpenAIModel, ToolCallingAgent, tool
 
 from areal_lite.rollout.endpoint.server import AgentEndpoint
 from areal_lite.rollout.episode import sampled_turns
+from areal_lite.rollout.workflows.tools import begin_tool_call
 from tests.unit.rollout.episodes import chat_prompt, playing, save_chat_tokenizer
 
 
@@ -23,25 +25,35 @@ def add(a: int, b: int) -> int:
 
 
 def tool_call(name: str, **arguments: object) -> str:
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def solve(base_url: str, api_key: str) -> object:
-    model = OpenAIModel("policy", base_url, api_key=api_key, tool_choice="auto")
+def solve(base_url: str, api_key: str, settings: dict) -> object:
+    model = OpenAIModel("policy", base_url, api_key=api_key, **settings)
     return ToolCallingAgent([add], model, verbosity_level=0).run("What is 17 + 25?")
 
 
-def test_smolagents_calls_its_tools_and_answers(tmp_path: Path) -> None:
-    """It tells the policy of earlier calls in words of its own, so every request is a trace."""
+@pytest.mark.parametrize(
+    ("settings", "before", "begun"),
+    [({"tool_choice": "auto"}, "I add. ", ""), ({}, "", begin_tool_call())],
+)
+def test_smolagents_calls_its_tools_and_answers(
+    tmp_path: Path, settings: dict, before: str, begun: str
+) -> None:
+    """It tells the policy of earlier calls in words of its own, so every request is a trace.
+
+    It requires calls unless it is told not to. These are begun for the policy.
+    """
     tokenizer = save_chat_tokenizer(tmp_path)
-    said = ["I add. " + tool_call("add", a=17, b=25), tool_call("final_answer", answer="42")]
+    calls = [tool_call("add", a=17, b=25), tool_call("final_answer", answer="42")]
+    said = [before + call.removeprefix(begun) for call in calls]
 
     async def main() -> None:
         endpoint = AgentEndpoint()
         await endpoint.start()
         async with playing(tokenizer, chat_prompt(tokenizer), said) as (episodes, scripted, _):
             with endpoint.conversations(episodes[0]) as (key, conversations):
-                assert await asyncio.to_thread(solve, endpoint.base_url, key) == "42"
+                assert await asyncio.to_thread(solve, endpoint.base_url, key, settings) == "42"
         await endpoint.close()
         traces = conversations.traces(1.0)
         requests = iter(scripted.seen)

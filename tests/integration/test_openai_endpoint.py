@@ -170,16 +170,19 @@ def test_conversations_side_by_side_do_not_mix(tokenizer_only) -> None:
 
 REFUSALS = [
     ({"temperature": 0.5}, "temperature=0.5 must be 0.7, rollout.temperature"),
-    ({"n": 2}, "n=2 must be 1"),
-    ({"stream": True}, "stream=True must be False"),
+    ({"n": 0}, "n=0 must be an integer of at least 1"),
+    ({"n": 17}, "max_traces"),
+    ({"modalities": ["text", "audio"]}, "modalities=.* the policy reads and writes text only"),
+    ({"audio": {"voice": "a", "format": "mp3"}}, "audio is not supported: the policy reads"),
+    ({"web_search_options": {}}, "web_search_options is not supported: give a function as a tool"),
     ({"top_p": 0.9}, "top_p=0.9 must be 1: to train, sample from the whole"),
     ({"presence_penalty": 1}, "presence_penalty=1 must be 0"),
     ({"logit_bias": {"5": 1}}, "logit_bias="),
-    ({"logprobs": True}, "logprobs=True must be False"),
-    ({"seed": 1}, "seed is not supported"),
     ({"extra_body": {"top_k": 5}}, "top_k=5 must be -1 or 0: to train, sample from the"),
-    ({"response_format": {"type": "json_object"}}, "response_format="),
-    ({"max_tokens": 0}, "max_tokens=0 must be a positive integer"),
+    ({"extra_body": {"regex": "a*"}}, "regex is not supported: to train, sample from the whole"),
+    ({"response_format": {"type": "json_object"}}, "response_format=.* ask for JSON in a message"),
+    ({"max_tokens": 0}, "max_tokens=0 must be an integer of at least 1"),
+    ({"tool_choice": "required"}, "tool_choice='required' must be .* the tools are: none"),
     ({"stop": [""]}, "stop=.* none empty"),
     ({"messages": []}, "messages must be a list"),
     (
@@ -188,7 +191,7 @@ REFUSALS = [
                 {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
             ]
         },
-        "content can only be text",
+        "content has .*image_url.* which is no text: the policy reads and writes text only",
     ),
 ]
 
@@ -409,21 +412,38 @@ def test_a_real_server_scored_these_tokens_and_no_others(
     tiny_model,
     reference,  # noqa: F811
 ) -> None:
-    """transformers gives the tokens of a recorded conversation the same log-probs."""
+    """transformers gives the tokens of a recorded conversation the same log-probs.
+
+    Its turns are asked for in three ways.
+    """
 
     async def main() -> None:
         async with (
             serving(tiny_model, sglang_server.info) as policy,
             policy.episode() as (client, conversations),
         ):
-            messages = [user("12 + 34 = ")]
-            for turn in range(3):
-                answer = await ask(client, messages, max_tokens=25, temperature=1.0)
-                messages += [
-                    answer.choices[0].message.model_dump(exclude_none=True),
-                    user(f" no, {turn}! "),
-                ]
+            messages, reported = [user("12 + 34 = ")], []
+            limits = {"max_tokens": 25, "temperature": 1.0}
+            answer = (await ask(client, messages, logprobs=True, **limits)).choices[0]
+            reported += [token.logprob for token in answer.logprobs.content]
+            messages += [answer.message.model_dump(exclude_none=True), user(" no! ")]
+            said = ""
+            stream = await ask(client, messages, logprobs=True, stream=True, **limits)
+            async for chunk in stream:
+                said += chunk.choices[0].delta.content or ""
+                if logprobs := chunk.choices[0].logprobs:
+                    reported += [token.logprob for token in logprobs.content]
+            messages += [{"role": "assistant", "content": said}, user(" no? ")]
+            response = await client.responses.create(
+                model="policy",
+                input=messages,
+                max_output_tokens=25,
+                include=["message.output_text.logprobs"],
+            )
+            reported += [token.logprob for token in response.output[0].content[0].logprobs]
             (trajectory,) = conversations.traces(None)
+        sampled = trajectory.behavior_logprobs[trajectory.loss_mask].tolist()
+        assert reported == pytest.approx(sampled)
         tokens = trajectory.tokens.tolist()
         turns = sampled_turns(trajectory)
         assert len(turns) == 3

@@ -27,7 +27,8 @@ with atheris.instrument_imports(include=["areal_lite"]):
     from areal_lite.rewards.gsm8k import gsm8k_reward
     from areal_lite.rewards.math import is_oversized, stated_result
     from areal_lite.rewards.program import extract_program, parse_tests
-    from areal_lite.rollout.endpoint.apis import APIS, RequestRefused, parse_body
+    from areal_lite.rollout.endpoint.apis import APIS
+    from areal_lite.rollout.endpoint.chat_request import RequestRefused, parse_body
     from areal_lite.rollout.workflows.tools import parse_tool_calls, without_tool_calls
     from areal_lite.run_dir.paths import CHECKPOINT_MARKER
     from areal_lite.run_dir.resume import damage
@@ -66,7 +67,7 @@ def other_answers(raw: bytes) -> None:
 def requests(raw: bytes) -> None:
     for api in APIS.values():
         with contextlib.suppress(RequestRefused, RecursionError):
-            api.parse_request(parse_body(raw), 1.0)
+            api.parse_request(parse_body(raw), 1.0, {})
 
 
 def tool_calls(raw: bytes) -> None:

@@ -21,7 +21,7 @@ from areal_lite.rollout.workflows.tools import parse_tool_calls, without_tool_ca
 from tests.security.mutation import mutated
 from tests.unit.rollout.episodes import chat_prompt, playing, save_chat_tokenizer
 
-CHAT, MESSAGES = "/chat/completions", "/messages"
+CHAT, MESSAGES, RESPONSES = "/chat/completions", "/messages", "/responses"
 USER = [{"role": "user", "content": "Hi"}]
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
@@ -146,16 +146,45 @@ WRONG_MESSAGES = {
     "stop sequences that are numbers": {**chat(), "stop_sequences": [1]},
     "another temperature": {**chat(), "temperature": 0.1},
     "top_k": {**chat(), "top_k": 5},
-    "thinking": {**chat(), "thinking": {"type": "enabled", "budget_tokens": 1024}},
     "a tool to choose": {**chat(), "tool_choice": {"type": "any"}},
-    "stream": {**chat(), "stream": True},
+    "a tool to choose that is a list": {**chat(), "tool_choice": [{}]},
+    "stream is 1": {**chat(), "stream": 1},
     "max_tokens of 0": {**chat(), "max_tokens": 0},
+}
+
+FUNCTION = {"type": "function", "name": "f", "parameters": {}}
+WRONG_RESPONSES = {
+    "no input": {},
+    "no items": {"input": []},
+    "an input that is a number": {"input": 1},
+    "items that are texts": {"input": ["a"]},
+    "an item without a role": {"input": [{"content": "a"}]},
+    "an item of theirs": {"input": [{"type": "web_search_call"}]},
+    "a type of item that is a list": {"input": [{"type": [1]}]},
+    "an image": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+    "arguments that are no JSON": {
+        "input": [{"type": "function_call", "name": "f", "arguments": "{"}]
+    },
+    "an output that is a number": {"input": [{"type": "function_call_output", "output": 1}]},
+    "instructions that are a list": {"input": "a", "instructions": [1]},
+    "an unknown response": {"input": "a", "previous_response_id": "resp_x"},
+    "a response that is a list": {"input": "a", "previous_response_id": [1]},
+    "a tool of theirs": {"input": "a", "tools": [{"type": "web_search"}]},
+    "a tool to choose without its name": {
+        **{"input": "a", "tools": [FUNCTION], "tool_choice": {"type": "function", "name": []}}
+    },
+    "text that is a number": {"input": "a", "text": 1},
+    "a form": {"input": "a", "text": {"format": {"type": "json_object"}}},
+    "store is 1": {"input": "a", "store": 1},
+    "background": {"input": "a", "background": True},
+    "max_output_tokens of 0": {"input": "a", "max_output_tokens": 0},
 }
 
 
 def test_every_wrong_request_is_answered_with_400_and_costs_nothing(tmp_path) -> None:
     async def test(server, agent: Agent, conversations) -> None:
-        for path, cases in (CHAT, WRONG), (MESSAGES, WRONG_MESSAGES):
+        wrong = {CHAT: WRONG, MESSAGES: WRONG_MESSAGES, RESPONSES: WRONG_RESPONSES}
+        for path, cases in wrong.items():
             for case, request in cases.items():
                 raw = request if isinstance(request, str | bytes) else json.dumps(request)
                 status, text = await agent.post(raw, path)
@@ -174,17 +203,22 @@ def test_values_as_deep_as_the_decoder_takes(tmp_path) -> None:
     async def test(server, agent: Agent, conversations) -> None:
         for depth in (200, 500, 800, 900, 950, 980, 990, 1000, 1100):
             nested = "[" * depth + "]" * depth
-            for key in ("logit_bias", "n", "stop", "max_tokens", "temperature", "tools", "x"):
+            for key in ("logit_bias", "n", "stop", "max_tokens", "temperature", "tools"):
                 raw = json.dumps(chat())[:-1] + f', "{key}": {nested}}}'
                 status, text = await agent.post(raw)
                 assert status == 400, (depth, key, status, text)
             for content in ('{"a": ' + nested + "}", nested):
                 status, text = await agent.post(f'{{"messages": [{{"role": {content}}}]}}')
                 assert status == 400, (depth, status, text)
+            # What is ignored or repeated may be as deep as an answer can be written.
+            for path, known in (CHAT, chat()), (RESPONSES, {"input": "Hi"}):
+                raw = json.dumps(known)[:-1] + f', "metadata": {nested}}}'
+                status, text = await agent.post(raw, path)
+                assert status == 200 or depth > 500 and status == 400, (depth, path, status, text)
         status, _ = await agent.post(json.dumps(chat()))
         assert status == 200, "the episode goes on"
 
-    with_agent(tmp_path, test)
+    with_agent(tmp_path, test, texts=30)
 
 
 def test_a_template_that_fails_costs_its_episode_only(tmp_path) -> None:
@@ -331,6 +365,11 @@ def test_connections_at_once_wait_for_their_turn(tmp_path) -> None:
     with_agent(tmp_path, test)
 
 
+ITEMS = [
+    {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "r"},
+]
 WORDS = [b"null", b"true", b"[", b"{}", b"1e999", b'"\\ud800"', b"\xff", b"-", b"9" * 5000]
 
 
@@ -346,6 +385,11 @@ def fuzz(folder, cases: int, seed: int) -> None:
         (CHAT, {**assistant([CALL]), "tools": tools, "logit_bias": {}, "user": "me"}),
         (MESSAGES, {**chat(), "system": "a", "stop_sequences": ["x"], "max_tokens": 5}),
         (MESSAGES, {"messages": used, "tools": own_tools, "max_tokens": 5}),
+        (MESSAGES, {**chat(), "tools": own_tools, "tool_choice": {"type": "any"}, "stream": True}),
+        (CHAT, {**chat(), "stream": True, "stream_options": {"include_usage": True}, "n": 2}),
+        (CHAT, {**chat(), "logprobs": True, "top_logprobs": 1, "tool_choice": "none"}),
+        (RESPONSES, {"input": "a", "instructions": "b", "stream": True, "store": False}),
+        (RESPONSES, {"input": ITEMS, "tools": [FUNCTION], "tool_choice": "required"}),
     ]
 
     async def test(server, agent: Agent, conversations) -> None:

@@ -1,313 +1,278 @@
-"""OpenAI's Chat Completions API and Anthropic's Messages API: requests and answers.
+"""The APIs that agents use: requests, answers and streams.
 
-Source: their public references, read in November 2026. Anthropic's messages are translated to those
-of OpenAI, which chat templates take: `system` becomes the first message, tool uses become calls,
-and tool results become messages of their own. Both APIs may be used in one conversation.
+* OpenAI's Chat Completions and Responses;
+* Anthropic's Messages.
 
-The functions raise RequestRefused for what is not supported or would change the distribution that
-the policy is sampled from.
+Source: their public references, read in November 2026. Each request becomes messages of OpenAI's
+chat, which chat templates take, so that one conversation may use all of them. A stream has the
+events of the API, in its order, and is made of the whole answer.
 """
 
 import itertools
 import json
-import secrets
 import time
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import msgspec
-
-from areal_lite.config.sections import TRUNCATED_SAMPLING, WHOLE_VOCABULARY
 from areal_lite.data.tokenizer import Message
-from areal_lite.rollout.workflows.tools import ToolCall, parse_tool_calls, without_tool_calls
+from areal_lite.rollout.endpoint import chat_request as chat
+from areal_lite.rollout.endpoint.chat_request import Answer, ChatRequest, RequestRefused
 
 # The name of the policy as a model.
 MODEL = "policy"
 
-# More than OpenAI allows. Every answer is searched for each.
-_MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 1000
+Body = dict[str, Any]
+Stored = Mapping[str, list[Message]]
+"""Answer id -> the messages up to the answer."""
 
 
-class RequestRefused(Exception):
-    """A request that is answered with status 400, this message and `code`."""
-
-    def __init__(self, message: str, code: str = "unsupported_value"):
-        super().__init__(message)
-        self.code = code
-
-
-def _invalid(message: str) -> RequestRefused:
-    return RequestRefused(message, "invalid_value")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest:
-    """A request for the next message of a conversation, as the chat template takes it.
-
-    Without `max_tokens`, only the budget of the trace limits the answer.
-    """
-
-    messages: list[Message]
-    tools: list[dict[str, Any]]
-    max_tokens: int | None
-    stop: list[str]
-    most_calls: int | None = None  # calls of an answer that the agent takes; None: all
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """The policy's answer to a request."""
-
-    id: str
-    message: Message  # calls have their arguments as JSON
-    finish_reason: str  # one of OpenAI's
-    stop_text: str | None  # the text of `stop` that ended the answer, if one did
-    prompt_tokens: int
-    completion_tokens: int
-
-
-def parse_body(raw: bytes) -> dict[str, Any]:
-    """Decode a request. It is UTF-8, and no text in it has half a surrogate pair."""
-    try:
-        body = msgspec.json.decode(raw)
-    except (ValueError, RecursionError) as error:
-        raise RequestRefused(f"not JSON: {error}", "invalid_json") from error
-    if not isinstance(body, dict):
-        raise RequestRefused("the request must be a JSON object", "invalid_json")
-    return body
-
-
-def check_settings(
-    body: dict[str, Any], temperature: float | None, free: Set[str], neutral: Mapping[str, tuple]
-) -> None:
-    """Refuse settings that would change the answer; null stands for a setting that is not given.
-
-    `temperature` is the episode's. If it is None (an evaluation), the request's own is ignored.
-    Settings in `free` may have any value, settings in `neutral` only values without effect.
-    """
-    for key, value in body.items():
-        if value is None or key in free:
-            continue
-        if key == "temperature":
-            if temperature is not None and not _is(value, temperature):
-                raise RequestRefused(
-                    f"temperature={value!r:.100} must be {temperature!r}, rollout.temperature:"
-                    " log-probs must be of the distribution sampled from"
-                )
-        elif key not in neutral:
-            raise RequestRefused(f"{key:.100} is not supported{_reason(key)}")
-        elif not any(_is(value, allowed) for allowed in neutral[key]):
-            allowed = " or ".join(map(repr, neutral[key]))
-            raise RequestRefused(f"{key}={value!r:.100} must be {allowed}{_reason(key)}")
-
-
-def _reason(key: str) -> str:
-    return f": {WHOLE_VOCABULARY}" if key in TRUNCATED_SAMPLING else ""
-
-
-def _is(value: Any, expected: Any) -> bool:
-    """Return whether two JSON values are equal; true is not 1."""
-    return value == expected and isinstance(value, bool) == isinstance(expected, bool)
-
-
-def parse_max_tokens(body: dict[str, Any], *keys: str) -> int | None:
-    """Return the value of the first of `keys` that is given."""
-    given = {key: body[key] for key in keys if body.get(key) is not None}
-    for key, value in given.items():
-        if type(value) is not int or value < 1:
-            raise _invalid(f"{key}={value!r:.100} must be a positive integer")
-    return next(iter(given.values()), None)
-
-
-def parse_stop(body: dict[str, Any], key: str) -> list[str]:
-    given = body.get(key)
-    texts = [given] if isinstance(given, str) else given or []
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise _invalid(f"{key}={given!r:.100} must be a string or a list of strings, none empty")
-    if len(texts) > _MAX_STOPS or any(len(text) > _MAX_STOP_CHARACTERS for text in texts):
-        raise _invalid(f"{key}: at most {_MAX_STOPS} texts of {_MAX_STOP_CHARACTERS} characters")
-    return texts
-
-
-def parse_tools(given: Any) -> list[dict[str, Any]]:
-    tools = given or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise _invalid(f"tools={given!r:.100} must be a list of objects")
-    return tools
-
-
-def check_messages(given: Any) -> list[Message]:
-    """Return `given` if it is a list of messages, whatever they say."""
-    if (
-        not isinstance(given, list)
-        or not given
-        or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in given)
-    ):
-        raise _invalid("messages must be a list, not empty, of objects with a role")
-    return given
-
-
-def parse_messages(given: Any) -> list[Message]:
-    """Return OpenAI's messages with text as content and tool arguments as objects."""
-    return [_parse_message(message) for message in check_messages(given)]
-
-
-def _parse_message(given: Message) -> Message:
-    message: Message = {}
-    for key in ("role", "name", "tool_call_id"):
-        if (value := given.get(key)) is not None:
-            message[key] = _text(value, key)
-    if message["role"] == "developer":  # the newer name; chat templates know the older one
-        message["role"] = "system"
-    message["content"] = _parse_content(given.get("content"))
-    if calls := given.get("tool_calls"):
-        try:
-            message["tool_calls"] = [_parse_call(call) for call in calls]
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise _invalid(
-                f"tool_calls {calls!r:.100} cannot be understood: {error!r:.100}"
-            ) from error
-    return message
-
-
-def _parse_content(content: Any) -> str:
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            raise _invalid("content can only be text")
-        return "".join(_text(part.get("text"), "text of a content part") for part in content)
-    return "" if content is None else _text(content, "content")
-
-
-def _text(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise _invalid(f"{what} {value!r:.100} must be a string")
-    return value
-
-
-def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    name = _text(function["name"], "name of a tool call")
-    arguments = msgspec.json.decode(function["arguments"] or "{}")
-    return {**call, "function": {"name": name, "arguments": arguments}}
-
-
-def same_messages(some: list[Message], others: list[Message]) -> bool:
-    """Return whether two conversations are equal, apart from white space around their texts."""
-
-    def key(message: Message) -> tuple:
-        calls = [call.get("id") for call in message.get("tool_calls") or ()]
-        return message["role"], (message.get("content") or "").strip(), calls
-
-    return len(some) == len(others) and all(key(a) == key(b) for a, b in zip(some, others))
-
-
-def answer_message(text: str, most_calls: int | None) -> Message:
-    """Return the policy's text as an assistant message, with so many of its tool calls."""
-    calls = [call for call in parse_tool_calls(text) if isinstance(call, ToolCall)][:most_calls]
-    if not calls:
-        return {"role": "assistant", "content": text}
-    return {
-        "role": "assistant",
-        "content": without_tool_calls(text) or None,
-        "tool_calls": [
-            _call_message(f"call_{secrets.token_hex(8)}", call.name, call.arguments)
-            for call in calls
-        ],
-    }
-
-
-def _call_message(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:
-    function = {"name": name, "arguments": json.dumps(arguments)}
-    return {"id": call_id, "type": "function", "function": function}
-
-
-_OPENAI_USED = {"messages", "max_tokens", "max_completion_tokens", "stop", "tools"}
-# These keys change nothing in the answer.
-_OPENAI_IGNORED = {"model", "user", "metadata", "store", "safety_identifier", "service_tier"}
-_OPENAI_NEUTRAL = {
-    "n": (1,),
-    "top_p": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "repetition_penalty": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "stream": (False,),
-    "logprobs": (False,),
-    "tool_choice": ("auto", "none"),
-    "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
-}
-
-
-def _openai_request(body: dict[str, Any], temperature: float | None) -> ChatRequest:
-    check_settings(body, temperature, _OPENAI_USED | _OPENAI_IGNORED, _OPENAI_NEUTRAL)
-    one = body.get("parallel_tool_calls") is False
+def _openai_request(body: Body, temperature: float | None, stored: Stored) -> ChatRequest:
+    chat.check_settings(body, temperature)
+    chat.parse_object(body, "stream_options")
+    chat.parse_count(body, "top_logprobs", least=0)
+    tools = chat.parse_tools(body.get("tools"), ("function", None))
     return ChatRequest(
-        messages=parse_messages(body.get("messages")),
-        tools=parse_tools(body.get("tools")),
-        max_tokens=parse_max_tokens(body, "max_completion_tokens", "max_tokens"),
-        stop=parse_stop(body, "stop"),
-        most_calls=0 if body.get("tool_choice") == "none" else 1 if one else None,
+        messages=chat.parse_messages(body.get("messages")),
+        tools=tools,
+        max_tokens=chat.parse_count(body, "max_completion_tokens", "max_tokens"),
+        stop=chat.parse_stop(body, "stop"),
+        samples=chat.parse_count(body, "n") or 1,
+        wants_logprobs=body.get("logprobs") is True,
+        **chat.choose_tools(body.get("tool_choice"), tools, body.get("parallel_tool_calls")),
     )
 
 
-def _openai_response(answer: Answer) -> dict[str, Any]:
-    choice = {
-        "index": 0,
-        "message": answer.message,
-        "finish_reason": answer.finish_reason,
-        "logprobs": None,
-    }
+def _openai_response(answers: list[Answer], body: Body) -> Body:
+    first, completed = answers[0], sum(answer.completion_tokens for answer in answers)
+    alternatives = 1 if body.get("top_logprobs") else 0
+    choices = [
+        {
+            "index": index,
+            "message": answer.message,
+            "finish_reason": answer.finish_reason,
+            "logprobs": answer.logprobs and {"content": _logprobs(answer, alternatives)},
+        }
+        for index, answer in enumerate(answers)
+    ]
     return {
-        "id": f"chatcmpl-{answer.id}",
+        "id": f"chatcmpl-{first.id}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": MODEL,
-        "choices": [choice],
+        "choices": choices,
         "usage": {
-            "prompt_tokens": answer.prompt_tokens,
-            "completion_tokens": answer.completion_tokens,
+            "prompt_tokens": first.prompt_tokens,
+            "completion_tokens": completed,
+            "total_tokens": first.prompt_tokens + completed,
+        },
+    }
+
+
+def _logprobs(answer: Answer, alternatives: int) -> list[Body]:
+    """Return the log-probs of an answer. The sampled token is the only alternative known."""
+    tokens = [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        for text, logprob in answer.logprobs or ()
+    ]
+    return [{**token, "top_logprobs": [token] * alternatives} for token in tokens]
+
+
+def _openai_events(response: Body, body: Body) -> Iterator[Body]:
+    wants_usage = chat.parse_object(body, "stream_options").get("include_usage") is True
+    chunk = {key: response[key] for key in ("id", "created", "model")}
+    chunk |= {"object": "chat.completion.chunk"} | ({"usage": None} if wants_usage else {})
+    for choice in response["choices"]:
+        content = choice["message"]["content"]
+        deltas: list[Body] = [{"role": "assistant", "content": content and ""}]
+        if content:
+            deltas.append({"content": content})
+        for index, call in enumerate(choice["message"].get("tool_calls", ())):
+            arguments = {"arguments": call["function"]["arguments"]}
+            begun = {**call["function"], "arguments": ""}
+            deltas.append({"tool_calls": [{"index": index, **call, "function": begun}]})
+            deltas.append({"tool_calls": [{"index": index, "function": arguments}]})
+        for number, delta in enumerate([*deltas, {}]):
+            fields = {
+                "index": choice["index"],
+                "delta": delta,
+                "logprobs": choice["logprobs"] if number == 1 else None,
+                "finish_reason": choice["finish_reason"] if not delta else None,
+            }
+            yield {**chunk, "choices": [fields]}
+    if wants_usage:
+        yield {**chunk, "choices": [], "usage": response["usage"]}
+
+
+def _openai_error(status: int, message: str, code: str) -> Body:
+    fields = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    return {"error": fields}
+
+
+# What a response repeats of its request, with the values that stand for settings not given.
+_REPEATED: Body = {
+    **{"instructions": None, "max_output_tokens": None, "previous_response_id": None},
+    **{"temperature": None, "top_p": 1, "tool_choice": "auto", "tools": [], "metadata": {}},
+    **{"parallel_tool_calls": True, "store": True, "text": {"format": {"type": "text"}}},
+    **{"reasoning": {"effort": None, "summary": None}, "truncation": "disabled", "user": None},
+}
+_WITH_LOGPROBS = "message.output_text.logprobs"
+
+
+def _responses_request(body: Body, temperature: float | None, stored: Stored) -> ChatRequest:
+    form = chat.parse_object(body, "text").get("format")
+    chat.check_settings({**body, "response_format": form}, temperature)
+    tools = [
+        chat.function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
+        for tool in chat.parse_tools(body.get("tools"), ("function",))
+    ]
+    # Instructions hold for one response: the next request gives them again, or others.
+    instructions = body.get("instructions")
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    history = [*_earlier_messages(body, stored), *_item_messages(body.get("input"))]
+    include = body.get("include")
+    return ChatRequest(
+        messages=chat.parse_messages([*system, *history]),
+        tools=tools,
+        max_tokens=chat.parse_count(body, "max_output_tokens"),
+        stop=[],
+        wants_logprobs=isinstance(include, list) and _WITH_LOGPROBS in include,
+        history=None if body.get("store") is False else history,
+        **chat.choose_tools(body.get("tool_choice"), tools, body.get("parallel_tool_calls")),
+    )
+
+
+def _earlier_messages(body: Body, stored: Stored) -> list[Message]:
+    if (previous := body.get("previous_response_id")) is None:
+        return []
+    answer_id = chat.parse_text(previous, "previous_response_id").removeprefix("resp_")
+    if answer_id not in stored:
+        raise RequestRefused(
+            f"previous_response_id={previous:.100} is no response of this episode, or its request"
+            " said store=false",
+            "previous_response_not_found",
+        )
+    return stored[answer_id]
+
+
+def _item_messages(items: Any) -> list[Message]:
+    """Translate items. The calls after an assistant's message are part of it."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    if not isinstance(items, list) or not items or not all(isinstance(i, dict) for i in items):
+        raise chat.invalid("input must be a string or a list of items, not empty")
+    messages: list[Message] = []
+    for item in items:
+        kind = item.get("type") or "message"
+        if kind == "message":
+            messages.append({"role": item.get("role"), "content": item.get("content")})
+        elif kind == "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant"})
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            result = {"tool_call_id": item.get("call_id"), "content": item.get("output")}
+            messages.append({"role": "tool", **result})
+        elif kind != "reasoning":
+            raise chat.invalid(
+                f"input has an item of type {kind!r:.100}: give messages, function calls and their"
+                " outputs"
+            )
+    return messages
+
+
+def _responses_response(answers: list[Answer], body: Body) -> Body:
+    (answer,) = answers
+    calls, text = answer.message.get("tool_calls", []), answer.message["content"] or ""
+    logprobs = _logprobs(answer, 1 if body.get("top_logprobs") else 0)
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+    said = {"type": "message", "id": f"msg_{answer.id}", "role": "assistant", "content": [part]}
+    items = [said] if text or not calls else []
+    for call in calls:
+        place = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"]}
+        items.append({**place, **call["function"]})
+    whole = answer.finish_reason != "length"
+    return {
+        **{key: value if (v := body.get(key)) is None else v for key, value in _REPEATED.items()},
+        "id": f"resp_{answer.id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": MODEL,
+        "status": "completed" if whole else "incomplete",
+        "incomplete_details": None if whole else {"reason": "max_output_tokens"},
+        "error": None,
+        "output": [{**item, "status": "completed"} for item in items],
+        "usage": {
+            "input_tokens": answer.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": answer.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": answer.prompt_tokens + answer.completion_tokens,
         },
     }
 
 
-def _openai_error(status: int, message: str, code: str) -> dict[str, Any]:
-    fields = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-    return {"error": fields}
+def _responses_events(response: Body, body: Body) -> Iterator[Body]:
+    number = itertools.count()
+
+    def event(kind: str, **fields: Any) -> Body:
+        return {"type": f"response.{kind}", "sequence_number": next(number), **fields}
+
+    begun = {**response, "status": "in_progress", "output": [], "usage": None}
+    begun["incomplete_details"] = None
+    yield event("created", response=begun)
+    yield event("in_progress", response=begun)
+    for index, item in enumerate(response["output"]):
+        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        empty = {**item, "status": "in_progress", **empty}
+        yield event("output_item.added", output_index=index, item=empty)
+        place: Body = {"item_id": item["id"], "output_index": index}
+        if item["type"] == "function_call":
+            arguments = item["arguments"]
+            yield event("function_call_arguments.delta", **place, delta=arguments)
+            done = {"name": item["name"], "arguments": arguments}
+            yield event("function_call_arguments.done", **place, **done)
+        else:
+            (part,) = item["content"]
+            text, logprobs = part["text"], part["logprobs"]
+            place["content_index"] = 0
+            yield event("content_part.added", **place, part={**part, "text": "", "logprobs": []})
+            yield event("output_text.delta", **place, delta=text, logprobs=logprobs)
+            yield event("output_text.done", **place, text=text, logprobs=logprobs)
+            yield event("content_part.done", **place, part=part)
+        yield event("output_item.done", output_index=index, item=item)
+    yield event(response["status"], response=response)
 
 
-_ANTHROPIC_USED = {"messages", "system", "max_tokens", "stop_sequences", "tools"}
-# These keys change nothing in the answer.
-_ANTHROPIC_IGNORED = {"model", "metadata", "service_tier", "cache_control"}
-_ANTHROPIC_NEUTRAL = {
-    "top_p": (1,),
-    "top_k": (-1, 0),
-    "stream": (False,),
-    "tool_choice": ({"type": "auto"}, {"type": "none"}),
-    "thinking": ({"type": "disabled"},),
-}
 _ROLES = ("user", "assistant", "system")
 _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}
-_ERROR_TYPES = {401: "authentication_error", 408: "timeout_error", 413: "request_too_large"}
+_ERROR_TYPES = {
+    **{401: "authentication_error", 404: "not_found_error", 408: "timeout_error"},
+    413: "request_too_large",
+}
 
 
-def _anthropic_request(body: dict[str, Any], temperature: float | None) -> ChatRequest:
-    check_settings(body, temperature, _ANTHROPIC_USED | _ANTHROPIC_IGNORED, _ANTHROPIC_NEUTRAL)
+def _anthropic_request(body: Body, temperature: float | None, stored: Stored) -> ChatRequest:
+    form = chat.parse_object(body, "output_config").get("format") or body.get("output_format")
+    chat.check_settings({**body, "response_format": form}, temperature)
     messages = [{"role": "system", "content": body["system"]}] if body.get("system") else []
-    for message in check_messages(body.get("messages")):
+    for message in chat.check_messages(body.get("messages")):
         messages += _chat_messages(message)
     if messages and messages[-1]["role"] == "assistant":
         raise RequestRefused("the last message must be the user's: answers are not continued")
+    tools = [
+        chat.function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
+        for tool in chat.parse_tools(body.get("tools"), ("custom", None))
+    ]
+    choice = chat.parse_object(body, "tool_choice")
+    parallel = not choice.get("disable_parallel_tool_use")
     return ChatRequest(
-        messages=parse_messages(messages),
-        tools=[_chat_tool(tool) for tool in parse_tools(body.get("tools"))],
-        max_tokens=parse_max_tokens(body, "max_tokens"),
-        stop=parse_stop(body, "stop_sequences"),
-        most_calls=0 if body.get("tool_choice") == {"type": "none"} else None,
+        messages=chat.parse_messages(messages),
+        tools=tools,
+        max_tokens=chat.parse_count(body, "max_tokens"),
+        stop=chat.parse_stop(body, "stop_sequences"),
+        **chat.choose_tools(choice, tools, parallel),
     )
 
 
@@ -315,15 +280,17 @@ def _chat_messages(message: Message) -> list[Message]:
     """Translate a message. Each tool result becomes a message, and so does the text beside it."""
     role, content = message["role"], message.get("content")
     if role not in _ROLES:
-        raise _invalid(f"role {role!r:.100} must be one of {', '.join(_ROLES)}")
+        raise chat.invalid(f"role {role!r:.100} must be one of {', '.join(_ROLES)}")
     if not isinstance(content, list):
         return [{"role": role, "content": content}]
     if not all(isinstance(block, dict) for block in content):
-        raise _invalid("content must be a string or a list of objects")
+        raise chat.invalid("content must be a string or a list of objects")
     if role == "assistant":
         uses = [block for block in content if block.get("type") == "tool_use"]
         texts = [block for block in content if block.get("type") != "tool_use"]
-        calls = [_call_message(use.get("id"), use.get("name"), use.get("input")) for use in uses]
+        calls = [
+            chat.call_message(use.get("id"), use.get("name"), use.get("input")) for use in uses
+        ]
         return [{"role": role, "content": texts, "tool_calls": calls}]
     messages = []
     for is_result, blocks in itertools.groupby(content, lambda b: b.get("type") == "tool_result"):
@@ -337,35 +304,15 @@ def _chat_messages(message: Message) -> list[Message]:
     return messages
 
 
-def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type") not in (None, "custom"):
-        raise RequestRefused(
-            f"tools: {tool['type']!r:.100} runs on Anthropic's servers, or is known to their models"
-            " only; give a tool with an input_schema"
-        )
-    function = {
-        "name": tool.get("name"),
-        "description": tool.get("description") or "",
-        "parameters": tool.get("input_schema") or {},
-    }
-    return {"type": "function", "function": function}
-
-
-def _anthropic_response(answer: Answer) -> dict[str, Any]:
+def _anthropic_response(answers: list[Answer], body: Body) -> Body:
     """Return a `message` object. It has text, which may be empty, or calls, or both."""
-    calls = answer.message.get("tool_calls", [])
-    text = answer.message["content"] or ""
-    content: list[dict[str, Any]] = [] if calls and not text else [{"type": "text", "text": text}]
+    (answer,) = answers
+    calls, text = answer.message.get("tool_calls", []), answer.message["content"] or ""
+    content: list[Body] = [] if calls and not text else [{"type": "text", "text": text}]
     for call in calls:
-        function = call["function"]
-        content.append(
-            {
-                "type": "tool_use",
-                "id": call["id"],
-                "name": function["name"],
-                "input": json.loads(function["arguments"]),
-            }
-        )
+        arguments = json.loads(call["function"]["arguments"])
+        use = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
+        content.append({**use, "input": arguments})
     ended = "stop_sequence" if answer.stop_text else "end_turn"
     return {
         "id": f"msg_{answer.id}",
@@ -379,7 +326,27 @@ def _anthropic_response(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _anthropic_error(status: int, message: str, code: str) -> dict[str, Any]:
+def _anthropic_events(response: Body, body: Body) -> Iterator[Body]:
+    usage = response["usage"]
+    begun = {"content": [], "stop_reason": None, "stop_sequence": None}
+    begun["usage"] = {**usage, "output_tokens": 0}
+    yield {"type": "message_start", "message": {**response, **begun}}
+    for index, block in enumerate(response["content"]):
+        if block["type"] == "text":
+            empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            arguments = json.dumps(block["input"])
+            empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": arguments}
+        yield {"type": "content_block_start", "index": index, "content_block": {**block, **empty}}
+        yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    ended = {key: response[key] for key in ("stop_reason", "stop_sequence")}
+    ended_usage = {"output_tokens": usage["output_tokens"]}
+    yield {"type": "message_delta", "delta": ended, "usage": ended_usage}
+    yield {"type": "message_stop"}
+
+
+def _anthropic_error(status: int, message: str, code: str) -> Body:
     """Return the body of a refusal. Anthropic's own has no `code`."""
     kind = _ERROR_TYPES.get(status, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message, "code": code}}
@@ -388,13 +355,18 @@ def _anthropic_error(status: int, message: str, code: str) -> dict[str, Any]:
 class Api(NamedTuple):
     """The translations of an API."""
 
-    parse_request: Callable[[dict[str, Any], float | None], ChatRequest]  # (body, temperature)
-    response: Callable[[Answer], dict[str, Any]]
-    error: Callable[[int, str, str], dict[str, Any]]  # (status, message, code)
+    parse_request: Callable[[Body, float | None, Stored], ChatRequest]  # (body, temperature, …)
+    response: Callable[[list[Answer], Body], Body]  # (answers, body of the request)
+    events: Callable[[Body, Body], Iterator[Body]]  # (response, body of the request)
+    error: Callable[[int, str, str], Body]  # (status, message, code)
+    end: str = ""  # the text after the last event of a stream
 
 
-OPENAI = Api(_openai_request, _openai_response, _openai_error)
+OPENAI = Api(_openai_request, _openai_response, _openai_events, _openai_error, "data: [DONE]\n\n")
 APIS = {
     "/v1/chat/completions": OPENAI,
-    "/v1/messages": Api(_anthropic_request, _anthropic_response, _anthropic_error),
+    "/v1/responses": Api(_responses_request, _responses_response, _responses_events, _openai_error),
+    "/v1/messages": Api(
+        _anthropic_request, _anthropic_response, _anthropic_events, _anthropic_error
+    ),
 }  # by path

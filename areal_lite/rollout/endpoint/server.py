@@ -1,6 +1,6 @@
 """An HTTP endpoint in front of the policy, for agents, in their worker process.
 
-* `POST /v1/chat/completions` and `GET /v1/models`, as OpenAI's clients ask;
+* `POST /v1/chat/completions` and `/v1/responses`, and `GET /v1/models`, as OpenAI's clients ask;
 * `POST /v1/messages`, as Anthropic's clients ask;
 * the requests under an episode's API key are its conversations, each of which becomes a trace;
 * messages that are known, apart from white space around them, stand for the recorded tokens: only
@@ -11,6 +11,7 @@ docs/workflows.md (Agents) says which requests continue a conversation, and whic
 
 import asyncio
 import contextlib
+import json
 import resource
 import secrets
 import time
@@ -24,7 +25,15 @@ from aiohttp.typedefs import Handler
 
 from areal_lite.data.tokenizer import Message, Tokenizer
 from areal_lite.rollout.endpoint import apis
-from areal_lite.rollout.endpoint.apis import Answer, Api, ChatRequest, RequestRefused
+from areal_lite.rollout.endpoint.apis import Api
+from areal_lite.rollout.endpoint.chat_request import (
+    Answer,
+    ChatRequest,
+    RequestRefused,
+    answer_message,
+    parse_body,
+    same_messages,
+)
 from areal_lite.rollout.episode import Episode, Transcript
 from areal_lite.servers.client import ServerRefused
 from areal_lite.trajectory import Trajectory
@@ -46,16 +55,16 @@ class Conversation:
     messages: list[Message]
     tools: list[dict[str, Any]]
     transcript: Transcript | None = None
-    # The messages of the last request, and the task that answers it.
+    # The messages of the last request, and the task that answers it, perhaps here and elsewhere.
     asked: list[Message] = field(default_factory=list)
-    answer: asyncio.Task[Answer] | None = None
+    answers: asyncio.Task[list[Answer]] | None = None
     # The number of messages and of tokens at the end of each answer.
     _ends: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def is_busy(self) -> bool:
         """Return whether a request waits for its answer."""
-        return self.answer is not None and not self.answer.done()
+        return self.answers is not None and not self.answers.done()
 
     @property
     def has_answers(self) -> bool:
@@ -65,7 +74,7 @@ class Conversation:
         """Return how many messages, up to an answer and without the last, both begin with."""
         equal = 0
         for given, recorded in zip(messages[:-1], self.messages):
-            if not apis.same_messages([given], [recorded]):
+            if not same_messages([given], [recorded]):
                 break
             equal += 1
         return max((count for count, _ in self._ends if count <= equal), default=0)
@@ -76,34 +85,43 @@ class Conversation:
         transcript = self.transcript.fork(dict(self._ends)[known])
         return Conversation(self.messages[:known], self.tools, transcript)
 
-    async def add(self, new: list[Message], episode: Episode, most_first: int | None) -> bool:
-        """Add messages to the transcript, or return False if they do not fit.
+    async def add(self, request: ChatRequest, episode: Episode, most_first: int | None) -> bool:
+        """Add the new messages of `request` to the transcript, or return False if they do not fit.
 
         Threads render and encode: a long text must not hold up everything else.
         """
         tokenizer: Tokenizer = episode.tokenizer
+        new = request.messages[len(self.messages) :]
         if self.transcript is None:
-            tokens = await asyncio.to_thread(tokenizer.chat, new, self.tools)
-            self.transcript = Transcript(episode, tokens)
-            return most_first is None or len(tokens) <= most_first
-        text = await asyncio.to_thread(tokenizer.render_after_answer, new)
-        if not self.transcript.may_fit(text):
-            return False
+            text = await asyncio.to_thread(tokenizer.render, new, self.tools)
+        else:
+            text = await asyncio.to_thread(tokenizer.render_after_answer, new)
+            if not self.transcript.may_fit(text):
+                return False
+        text += request.begins
         tokens = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
-        return self.transcript.add_tokens(tokens)
+        if self.transcript is not None:
+            return self.transcript.add_tokens(tokens)
+        self.transcript = Transcript(episode, tokens)
+        return most_first is None or len(tokens) <= most_first
 
     async def respond(self, request: ChatRequest) -> Answer:
         """Sample an answer to `request`, whose messages the transcript has."""
         assert self.transcript is not None
-        before = len(self.transcript.tokens)
-        text = await self.transcript.sample_text(request.max_tokens, request.stop)
-        after = len(self.transcript.tokens)
+        tokenizer, before = self.transcript.episode.tokenizer, len(self.transcript.tokens)
+        sampled = await self.transcript.sample(request.max_tokens, request.stop)
+        text, after = tokenizer.decode(sampled.tokens), len(self.transcript.tokens)
         stops = [(place, stop) for stop in request.stop if (place := text.find(stop)) >= 0]
         end, stop_text = min(stops, default=(len(text), None))
-        message = apis.answer_message(text[:end], request.most_calls if self.tools else 0)
+        most_calls = request.most_calls if self.tools else 0
+        message = answer_message(request.begins + text[:end], most_calls)
         self.messages = [*request.messages, message]
         self._ends.append((len(self.messages), after))
         has_calls = "tool_calls" in message
+        logprobs = None
+        if request.wants_logprobs:
+            texts = await asyncio.to_thread(tokenizer.texts, sampled.tokens)
+            logprobs = list(zip(texts, sampled.logprobs.tolist()))
         return Answer(
             id=secrets.token_hex(8),
             message=message,
@@ -111,6 +129,7 @@ class Conversation:
             stop_text=stop_text,
             prompt_tokens=before,
             completion_tokens=after - before,
+            logprobs=logprobs,
         )
 
 
@@ -119,29 +138,33 @@ class Conversations:
     """The requests and answers of one episode.
 
     `truncated` tells that a request was refused because the budget of tokens of a trace, or
-    `max_traces`, is used up.
+    `max_traces`, is used up. `stored` has the messages up to the answers that a request may name.
     """
 
     episode: Episode
     max_traces: int
     most_first: int | None = None
     truncated: bool = False
+    stored: dict[str, list[Message]] = field(default_factory=dict)
     # The most recently answered conversation is last.
     _conversations: list[Conversation] = field(default_factory=list)
     _failure: str | None = None
 
-    async def ask(self, request: ChatRequest, is_retry: bool) -> Answer:
-        """Answer one request. Raises RequestRefused."""
+    async def ask(self, request: ChatRequest, is_retry: bool) -> list[Answer]:
+        """Sample the answers to one request, each in a conversation. Raises RequestRefused."""
         for conversation in reversed(self._conversations) if is_retry else ():
-            answer = conversation.answer
-            if answer and apis.same_messages(request.messages, conversation.asked):
-                return await asyncio.shield(answer)
+            answers = conversation.answers
+            if answers and same_messages(request.messages, conversation.asked):
+                return await asyncio.shield(answers)
         if self._failure:
             raise RequestRefused(self._failure, "episode_failed")
-        conversation = self._continued(request.messages, request.tools)
-        conversation.asked = request.messages
-        conversation.answer = asyncio.create_task(self._answer(conversation, request))
-        return await asyncio.shield(conversation.answer)
+        places: list[Conversation] = []
+        while len(places) < request.samples:
+            places.append(self._continued(request.messages, request.tools, places))
+        answers = asyncio.create_task(self._answers(places, request))
+        for conversation in places:
+            conversation.asked, conversation.answers = request.messages, answers
+        return await asyncio.shield(answers)
 
     def traces(self, reward: float | None) -> list[Trajectory]:
         """Return the traces by their last answers. Raises ValueError if there is none."""
@@ -154,20 +177,23 @@ class Conversations:
             raise ValueError("the policy has answered nothing that the agent asked")
         return traces
 
-    def _continued(self, messages: list[Message], tools: list[dict[str, Any]]) -> Conversation:
+    def _continued(
+        self, messages: list[Message], tools: list[dict[str, Any]], taken: list[Conversation]
+    ) -> Conversation:
         """Return the conversation with the longest known beginning of `messages`, or a new one."""
         known, continues, number = 0, False, -1
         for index, conversation in enumerate(self._conversations):
             if conversation.tools == tools:
                 common = conversation.known(messages)
-                is_whole = common == len(conversation.messages) and not conversation.is_busy
+                is_free = not conversation.is_busy and conversation not in taken
+                is_whole = common == len(conversation.messages) and is_free
                 known, continues, number = max(
                     (known, continues, number), (common, is_whole and common > 0, index)
                 )
         if continues:
             return self._conversations[number]
-        open_conversations = [c for c in self._conversations if c.is_busy or c.has_answers]
-        if len(open_conversations) >= self.max_traces:
+        opened = [c for c in self._conversations if c.is_busy or c.has_answers or c in taken]
+        if len(opened) >= self.max_traces:
             self.truncated = True
             raise RequestRefused(
                 f"this request begins another conversation, and the episode has "
@@ -178,13 +204,20 @@ class Conversations:
         self._conversations.append(new)
         return new
 
+    async def _answers(self, places: list[Conversation], request: ChatRequest) -> list[Answer]:
+        """Answer a request in each of `places`; when this ends, none of them is busy."""
+        answering = (self._answer(place, request) for place in places)
+        answers = await asyncio.gather(*answering, return_exceptions=True)
+        for failure in (answer for answer in answers if isinstance(answer, BaseException)):
+            raise failure
+        return [answer for answer in answers if isinstance(answer, Answer)]
+
     async def _answer(self, conversation: Conversation, request: ChatRequest) -> Answer:
-        new = request.messages[len(conversation.messages) :]
         try:
             full = "the token budget of this conversation (rollout.max_new_tokens) is used up"
             if conversation.transcript is None:
                 full = f"the messages have more than data.max_prompt_tokens={self.most_first}"
-            if not await conversation.add(new, self.episode, self.most_first):
+            if not await conversation.add(request, self.episode, self.most_first):
                 self.truncated = True
                 raise RequestRefused(full, "context_length_exceeded")
             answer = await conversation.respond(request)
@@ -194,6 +227,8 @@ class Conversations:
             raise RequestRefused(self._failure, "episode_failed") from error
         self._conversations.remove(conversation)
         self._conversations.append(conversation)
+        if request.history is not None:
+            self.stored[answer.id] = [*request.history, answer.message]
         return answer
 
 
@@ -218,6 +253,7 @@ class AgentEndpoint:
         for path, api in apis.APIS.items():
             app.router.add_post(path, partial(self._ask, api))
         app.router.add_get("/v1/models", self._models)
+        app.router.add_route("*", "/{path:.*}", self._unknown)
         self._connections = Connections(app)
         port = await self._connections.listen(self._host, self._port)
         host = f"[{self._host}]" if ":" in self._host else self._host
@@ -249,6 +285,11 @@ class AgentEndpoint:
         model = {"id": apis.MODEL, "object": "model", "created": 0, "owned_by": "areal_lite"}
         return web.json_response({"object": "list", "data": [model]})
 
+    async def _unknown(self, request: web.Request) -> web.Response:
+        paths = ", ".join((*apis.APIS, "/v1/models"))
+        message = f"{request.method} {request.path:.100} is not served; there are {paths}"
+        return _refusal(apis.OPENAI, 404, message, "not_found")
+
     async def _ask(self, api: Api, request: web.Request) -> web.Response:
         refusal = partial(_refusal, api)
         conversations = self._episode_of(request)
@@ -263,8 +304,14 @@ class AgentEndpoint:
                 raise RequestRefused(f"charset {charset!r:.100}: JSON is UTF-8", "invalid_json")
             params = conversations.episode.params
             temperature = None if params.evaluates else params.temperature
-            asked = api.parse_request(apis.parse_body(raw), temperature)
-            return web.json_response(api.response(await conversations.ask(asked, is_retry)))
+            body = parse_body(raw)
+            asked = api.parse_request(body, temperature, conversations.stored)
+            response = api.response(await conversations.ask(asked, is_retry), body)
+            return (
+                _streamed(api, response, body)
+                if body.get("stream")
+                else web.json_response(response)
+            )
         except TimeoutError:
             return refusal(408, f"no complete request within {_BODY_TIMEOUT_S:g} s", "timeout")
         except web.HTTPRequestEntityTooLarge as error:
@@ -273,6 +320,16 @@ class AgentEndpoint:
             return refusal(400, str(error), error.code)
         except RecursionError:  # the decoder takes deeper values than the rest can handle
             return refusal(400, "the request is nested too deeply", "invalid_value")
+
+
+def _streamed(api: Api, response: dict[str, Any], body: dict[str, Any]) -> web.Response:
+    """Return an answer as server-sent events."""
+    events = [
+        (f"event: {event['type']}\n" if "type" in event else "") + f"data: {json.dumps(event)}\n\n"
+        for event in api.events(response, body)
+    ]
+    text = "".join(events) + api.end
+    return web.Response(text=text, content_type="text/event-stream", charset="utf-8")
 
 
 def _refusal(api: Api, status: int, message: str, code: str) -> web.Response:

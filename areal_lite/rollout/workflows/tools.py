@@ -7,6 +7,7 @@ returned as text: the policy may learn from it.
 """
 
 import asyncio
+import json
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -34,6 +35,11 @@ class ToolCall(msgspec.Struct):
 def parse_tool_calls(text: str) -> list[ToolCall | str]:
     """Return the calls after a text's thoughts; a malformed call becomes an error message."""
     return [_parse(body) for _, body in _split(_thought(text)[1]) if body is not None]
+
+
+def begin_tool_call(name: str | None = None) -> str:
+    """Return the beginning of a call, of the function `name` or of any."""
+    return f'{_OPEN}\n{{"name":' + (f' {json.dumps(name)}, "arguments":' if name else "")
 
 
 def without_tool_calls(text: str) -> str:

@@ -170,8 +170,14 @@ def test_refusals_have_the_form_that_the_client_knows(tokenizer) -> None:
         with pytest.raises(anthropic.BadRequestError, match="top_k=5 must be -1 or 0: ") as error:
             await asker.ask([user("Hi")], extra_body={"top_k": 5})
         assert error.value.body["error"]["type"] == "invalid_request_error"
-        with pytest.raises(anthropic.BadRequestError, match="stream=True must be False"):
-            await asker.ask([user("Hi")], stream=True)
+        for form in ({"output_config": {"format": {"type": "json_schema"}}}, {"top_p": 0.5}):
+            with pytest.raises(anthropic.BadRequestError, match="sample from the whole vocabulary"):
+                await asker.ask([user("Hi")], extra_body=form)
+        image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
+        with pytest.raises(anthropic.BadRequestError, match="reads and writes text only"):
+            await asker.ask([user([image])])
+        with pytest.raises(anthropic.NotFoundError, match="POST /v1/messages/count_tokens is not"):
+            await asker.client.messages.count_tokens(model="policy", messages=[user("Hi")])
         answer = await asker.ask([user("Hi")])
         with pytest.raises(anthropic.BadRequestError, match="token budget") as error:
             await asker.ask([user("Hi"), assistant(answer), user("x" * 60)])
