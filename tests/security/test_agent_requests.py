@@ -169,7 +169,9 @@ WRONG_RESPONSES = {
     "instructions that are a list": {"input": "a", "instructions": [1]},
     "an unknown response": {"input": "a", "previous_response_id": "resp_x"},
     "a response that is a list": {"input": "a", "previous_response_id": [1]},
-    "a tool of theirs": {"input": "a", "tools": [{"type": "web_search"}]},
+    "a tool of theirs to choose": {
+        **{"input": "a", "tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}
+    },
     "a tool to choose without its name": {
         **{"input": "a", "tools": [FUNCTION], "tool_choice": {"type": "function", "name": []}}
     },

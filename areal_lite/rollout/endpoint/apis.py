@@ -121,9 +121,11 @@ _WITH_LOGPROBS = "message.output_text.logprobs"
 def _responses_request(body: Body, temperature: float | None, stored: Stored) -> ChatRequest:
     form = chat.parse_object(body, "text").get("format")
     chat.check_settings({**body, "response_format": form}, temperature)
+    # Coding agents always give tools of other types, too. The policy is offered functions.
     tools = [
         chat.function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
-        for tool in chat.parse_tools(body.get("tools"), ("function",))
+        for tool in chat.parse_tools(body.get("tools"), None)
+        if tool.get("type") == "function"
     ]
     # Instructions hold for one response: the next request gives them again, or others.
     instructions = body.get("instructions")

@@ -165,13 +165,13 @@ def parse_stop(body: dict[str, Any], key: str) -> list[str]:
     return texts
 
 
-def parse_tools(given: Any, known: Sequence[str | None]) -> list[dict[str, Any]]:
-    """Return tools, each of a type that is `known`."""
+def parse_tools(given: Any, known: Sequence[str | None] | None) -> list[dict[str, Any]]:
+    """Return tools, each of a type that is `known`, or of any type if it is None."""
     tools = given or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise invalid(f"tools={given!r:.100} must be a list of objects")
     for tool in tools:
-        if tool.get("type") not in known:
+        if known is not None and tool.get("type") not in known:
             raise RequestRefused(
                 f"tools: {tool.get('type')!r:.100} runs on the API's own servers, or only their"
                 " models know it; give a function with a JSON schema of its arguments"

@@ -108,7 +108,7 @@ def test_a_retry_gets_the_response_that_the_client_missed(tokenizer) -> None:
 
 
 REFUSED = [
-    ({"tools": [{"type": "web_search"}]}, "'web_search' runs on the API's own servers"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "the tools are: none"),
     ({"text": {"format": {"type": "json_object"}}}, "ask for JSON in a message"),
     ({"conversation": "conv_1"}, "conversation is not supported: give previous_response_id"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt is not supported"),
