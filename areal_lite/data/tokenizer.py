@@ -123,9 +123,9 @@ class Tokenizer:
             self._completing[text] = tuple(found)
         return self._completing[text]
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of token ids, without special tokens."""
-        return self._fast.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int] | np.ndarray, special: bool = False) -> str:
+        """Return the text of token ids; special tokens are left out unless `special` is true."""
+        return self._fast.decode(np.asarray(ids).tolist(), skip_special_tokens=not special)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None

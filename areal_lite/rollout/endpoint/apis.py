@@ -249,10 +249,7 @@ def _responses_events(response: Body, body: Body) -> Iterator[Body]:
 
 _ROLES = ("user", "assistant", "system")
 _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}
-_ERROR_TYPES = {
-    **{401: "authentication_error", 404: "not_found_error", 408: "timeout_error"},
-    413: "request_too_large",
-}
+_ERROR_TYPES = {401: "authentication_error", 408: "timeout_error", 413: "request_too_large"}
 
 
 def _anthropic_request(body: Body, temperature: float | None, stored: Stored) -> ChatRequest:
@@ -343,8 +340,7 @@ def _anthropic_events(response: Body, body: Body) -> Iterator[Body]:
         yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}
     ended = {key: response[key] for key in ("stop_reason", "stop_sequence")}
-    ended_usage = {"output_tokens": usage["output_tokens"]}
-    yield {"type": "message_delta", "delta": ended, "usage": ended_usage}
+    yield {"type": "message_delta", "delta": ended, "usage": usage}
     yield {"type": "message_stop"}
 
 
@@ -365,10 +361,7 @@ class Api(NamedTuple):
 
 
 OPENAI = Api(_openai_request, _openai_response, _openai_events, _openai_error, "data: [DONE]\n\n")
-APIS = {
-    "/v1/chat/completions": OPENAI,
-    "/v1/responses": Api(_responses_request, _responses_response, _responses_events, _openai_error),
-    "/v1/messages": Api(
-        _anthropic_request, _anthropic_response, _anthropic_events, _anthropic_error
-    ),
-}  # by path
+RESPONSES = Api(_responses_request, _responses_response, _responses_events, _openai_error)
+ANTHROPIC = Api(_anthropic_request, _anthropic_response, _anthropic_events, _anthropic_error)
+# By path.
+APIS = {"/v1/chat/completions": OPENAI, "/v1/responses": RESPONSES, "/v1/messages": ANTHROPIC}

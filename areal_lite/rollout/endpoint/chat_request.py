@@ -14,12 +14,7 @@ import msgspec
 
 from areal_lite.config.sections import WHOLE_VOCABULARY
 from areal_lite.data.tokenizer import Message
-from areal_lite.rollout.workflows.tools import (
-    ToolCall,
-    begin_tool_call,
-    parse_tool_calls,
-    without_tool_calls,
-)
+from areal_lite.rollout.workflows.tools import begin_tool_call
 
 # More than OpenAI allows. Every answer is searched for each.
 _MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 1000
@@ -86,30 +81,24 @@ _MASKS = (
     *("guided_regex", "guided_choice", "guided_grammar", "allowed_token_ids", "bad_words"),
     *("min_tokens", "ignore_eos", "typical_p", "custom_logit_processor"),
 )
+_FLAGS = ("stream", "store", "logprobs", "parallel_tool_calls")
 # The values that a setting may have, and why it may have no other. Settings that are not listed
 # change nothing here.
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(_MASKS, ((), WHOLE_VOCABULARY)),
-    "top_p": ((1,), WHOLE_VOCABULARY),
+    **dict.fromkeys(("top_p", "repetition_penalty"), ((1,), WHOLE_VOCABULARY)),
+    **dict.fromkeys(("min_p", "frequency_penalty", "presence_penalty"), ((0,), WHOLE_VOCABULARY)),
     "top_k": ((-1, 0), WHOLE_VOCABULARY),
-    "min_p": ((0,), WHOLE_VOCABULARY),
-    "repetition_penalty": ((1,), WHOLE_VOCABULARY),
-    "frequency_penalty": ((0,), WHOLE_VOCABULARY),
-    "presence_penalty": ((0,), WHOLE_VOCABULARY),
     "logit_bias": (({},), WHOLE_VOCABULARY),
     "response_format": (({"type": "text"},), f"{WHOLE_VOCABULARY}; ask for JSON in a message"),
     "modalities": ((["text"],), _TEXT_ONLY),
     "audio": ((), _TEXT_ONLY),
     "functions": ((), "give tools"),
-    "function_call": ((), "give tools and tool_choice"),
     "web_search_options": ((), "give a function as a tool"),
     "conversation": ((), "give previous_response_id, or all items"),
     "prompt": ((), "no prompts are stored: give instructions and input"),
     "background": ((False,), "an answer comes at once"),
-    "stream": ((True, False), "choose"),
-    "store": ((True, False), "choose"),
-    "logprobs": ((True, False), "choose"),
-    "parallel_tool_calls": ((True, False), "choose"),
+    **dict.fromkeys(_FLAGS, ((True, False), "it is a flag")),
 }
 
 
@@ -286,19 +275,12 @@ def same_messages(some: list[Message], others: list[Message]) -> bool:
     return len(some) == len(others) and all(key(a) == key(b) for a, b in zip(some, others))
 
 
-def answer_message(text: str, most_calls: int | None) -> Message:
-    """Return the policy's text as an assistant message, with so many of its tool calls."""
-    calls = [call for call in parse_tool_calls(text) if isinstance(call, ToolCall)][:most_calls]
+def answer_message(text: str, said: str, calls: Sequence[tuple[str, Any]]) -> Message:
+    """Return the policy's text as an assistant message, or its calls and what it said beside."""
     if not calls:
         return {"role": "assistant", "content": text}
-    return {
-        "role": "assistant",
-        "content": without_tool_calls(text) or None,
-        "tool_calls": [
-            call_message(f"call_{secrets.token_hex(8)}", call.name, call.arguments)
-            for call in calls
-        ],
-    }
+    made = [call_message(f"call_{secrets.token_hex(8)}", *call) for call in calls]
+    return {"role": "assistant", "content": said or None, "tool_calls": made}
 
 
 def call_message(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:

@@ -15,34 +15,34 @@ import json
 import resource
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from areal_lite.data.tokenizer import Message, Tokenizer
 from areal_lite.rollout.endpoint import apis
+from areal_lite.rollout.endpoint import chat_request as chat
 from areal_lite.rollout.endpoint.apis import Api
-from areal_lite.rollout.endpoint.chat_request import (
-    Answer,
-    ChatRequest,
-    RequestRefused,
-    answer_message,
-    parse_body,
-    same_messages,
-)
+from areal_lite.rollout.endpoint.chat_request import Answer, ChatRequest, RequestRefused
 from areal_lite.rollout.episode import Episode, Transcript
+from areal_lite.rollout.workflows.tools import split_tool_calls
 from areal_lite.servers.client import ServerRefused
 from areal_lite.trajectory import Trajectory
+from areal_lite.workers.marks import called
 
 # A request has the whole conversation, as JSON and with the names of its fields.
 _BYTES_PER_TOKEN = 64
 _OTHER_BYTES = 1 << 20
 
 _BODY_TIMEOUT_S = 30.0
+
+ToolParser = Callable[..., Any]
+"""(text, tools, tokenizer) -> (text without calls, [(name, arguments) of each call])."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +74,7 @@ class Conversation:
         """Return how many messages, up to an answer and without the last, both begin with."""
         equal = 0
         for given, recorded in zip(messages[:-1], self.messages):
-            if not same_messages([given], [recorded]):
+            if not chat.same_messages([given], [recorded]):
                 break
             equal += 1
         return max((count for count, _ in self._ends if count <= equal), default=0)
@@ -105,7 +105,7 @@ class Conversation:
         self.transcript = Transcript(episode, tokens)
         return most_first is None or len(tokens) <= most_first
 
-    async def respond(self, request: ChatRequest) -> Answer:
+    async def respond(self, request: ChatRequest, tool_parser: ToolParser | None) -> Answer:
         """Sample an answer to `request`, whose messages the transcript has."""
         assert self.transcript is not None
         tokenizer, before = self.transcript.episode.tokenizer, len(self.transcript.tokens)
@@ -113,12 +113,16 @@ class Conversation:
         text, after = tokenizer.decode(sampled.tokens), len(self.transcript.tokens)
         stops = [(place, stop) for stop in request.stop if (place := text.find(stop)) >= 0]
         end, stop_text = min(stops, default=(len(text), None))
+        text = request.begins + text[:end]
+        if tool_parser and self.tools:
+            said, calls = await self._parse(tool_parser, sampled.tokens, stop_text)
+        else:
+            said, calls = split_tool_calls(text)
         most_calls = request.most_calls if self.tools else 0
-        message = answer_message(request.begins + text[:end], most_calls)
+        message = chat.answer_message(text, said, calls[:most_calls])
         self.messages = [*request.messages, message]
         self._ends.append((len(self.messages), after))
-        has_calls = "tool_calls" in message
-        logprobs = None
+        has_calls, logprobs = "tool_calls" in message, None
         if request.wants_logprobs:
             texts = await asyncio.to_thread(tokenizer.texts, sampled.tokens)
             logprobs = list(zip(texts, sampled.logprobs.tolist()))
@@ -132,6 +136,18 @@ class Conversation:
             logprobs=logprobs,
         )
 
+    async def _parse(self, parser: ToolParser, tokens: np.ndarray, stop_text: str | None) -> Any:
+        """Return what the user's parser finds in an answer, which has its special tokens."""
+        assert self.transcript is not None
+        episode = self.transcript.episode
+        ended = tokens[-1] in episode.params.stop_token_ids
+        text = episode.tokenizer.decode(tokens[:-1] if ended else tokens, special=True)
+        text = text.partition(stop_text)[0] if stop_text else text
+        try:
+            return await called(parser, text, self.tools, episode.tokenizer)
+        except Exception as error:  # it is code of the user
+            raise ValueError(f"rollout.workflow_args.tool_parser: {error!r:.200}") from error
+
 
 @dataclass(slots=True)
 class Conversations:
@@ -144,6 +160,7 @@ class Conversations:
     episode: Episode
     max_traces: int
     most_first: int | None = None
+    tool_parser: ToolParser | None = None
     truncated: bool = False
     stored: dict[str, list[Message]] = field(default_factory=dict)
     # The most recently answered conversation is last.
@@ -154,10 +171,12 @@ class Conversations:
         """Sample the answers to one request, each in a conversation. Raises RequestRefused."""
         for conversation in reversed(self._conversations) if is_retry else ():
             answers = conversation.answers
-            if answers and same_messages(request.messages, conversation.asked):
+            if answers and chat.same_messages(request.messages, conversation.asked):
                 return await asyncio.shield(answers)
         if self._failure:
             raise RequestRefused(self._failure, "episode_failed")
+        if request.begins and self.tool_parser:
+            raise RequestRefused("tool_choice must be auto or none with a tool_parser")
         places: list[Conversation] = []
         while len(places) < request.samples:
             places.append(self._continued(request.messages, request.tools, places))
@@ -220,7 +239,7 @@ class Conversations:
             if not await conversation.add(request, self.episode, self.most_first):
                 self.truncated = True
                 raise RequestRefused(full, "context_length_exceeded")
-            answer = await conversation.respond(request)
+            answer = await conversation.respond(request, self.tool_parser)
         except (ValueError, RecursionError, ServerRefused) as error:
             # The chat template or a server refuses, or a call is nested too deeply.
             self._failure = f"the episode cannot continue: {error}"
@@ -235,9 +254,10 @@ class Conversations:
 class AgentEndpoint:
     """The HTTP server. `base_url` is known after `start()`; port 0 picks a free one."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0):
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, parser: ToolParser | None = None):
         self._host = host
         self._port = port
+        self._parser = parser
         self._episodes: dict[str, Conversations] = {}
         self._most_first: int | None = None
         self._connections: Connections | None = None
@@ -269,7 +289,8 @@ class AgentEndpoint:
     ) -> Iterator[tuple[str, Conversations]]:
         """Record an episode under a new API key, which is valid inside the block."""
         key = secrets.token_urlsafe(24)
-        conversations = self._episodes[key] = Conversations(episode, max_traces, self._most_first)
+        conversations = Conversations(episode, max_traces, self._most_first, self._parser)
+        self._episodes[key] = conversations
         try:
             yield key, conversations
         finally:
@@ -286,8 +307,7 @@ class AgentEndpoint:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _unknown(self, request: web.Request) -> web.Response:
-        paths = ", ".join((*apis.APIS, "/v1/models"))
-        message = f"{request.method} {request.path:.100} is not served; there are {paths}"
+        message = f"{request.method} {request.path:.100} is not served, but {', '.join(apis.APIS)}"
         return _refusal(apis.OPENAI, 404, message, "not_found")
 
     async def _ask(self, api: Api, request: web.Request) -> web.Response:
@@ -304,14 +324,12 @@ class AgentEndpoint:
                 raise RequestRefused(f"charset {charset!r:.100}: JSON is UTF-8", "invalid_json")
             params = conversations.episode.params
             temperature = None if params.evaluates else params.temperature
-            body = parse_body(raw)
+            body = chat.parse_body(raw)
             asked = api.parse_request(body, temperature, conversations.stored)
             response = api.response(await conversations.ask(asked, is_retry), body)
-            return (
-                _streamed(api, response, body)
-                if body.get("stream")
-                else web.json_response(response)
-            )
+            if body.get("stream"):
+                return _streamed(api, response, body)
+            return web.json_response(response)
         except TimeoutError:
             return refusal(408, f"no complete request within {_BODY_TIMEOUT_S:g} s", "timeout")
         except web.HTTPRequestEntityTooLarge as error:

@@ -20,7 +20,7 @@ class Agent:
     used up, it leaves the traces that it has instead.
 
     Each worker process has an endpoint, on the first free port of `host` from `port` on; 0 picks
-    any free port.
+    any free port. `tool_parser` names a function that finds the calls in an answer (docs).
     """
 
     def __init__(
@@ -29,6 +29,7 @@ class Agent:
         max_traces: int = 16,
         host: str = "127.0.0.1",
         port: int = 0,
+        tool_parser: str | None = None,
     ):
         if max_traces < 1:
             raise ValueError(f"max_traces={max_traces} must be at least 1")
@@ -39,7 +40,9 @@ class Agent:
                 " process. Wrap it in asyncio.to_thread"
             )
         self._max_traces = max_traces
-        self._endpoint = AgentEndpoint(host, port)
+        name = "rollout.workflow_args.tool_parser"
+        parser = load_object(name, tool_parser) if tool_parser else None
+        self._endpoint = AgentEndpoint(host, port, parser)
 
     async def start(self, config: TrainConfig) -> None:
         """Start the endpoint."""

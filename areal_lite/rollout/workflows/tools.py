@@ -37,6 +37,12 @@ def parse_tool_calls(text: str) -> list[ToolCall | str]:
     return [_parse(body) for _, body in _split(_thought(text)[1]) if body is not None]
 
 
+def split_tool_calls(text: str) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+    """Return what a text says beside its calls, and the name and the arguments of each call."""
+    calls = (call for call in parse_tool_calls(text) if isinstance(call, ToolCall))
+    return without_tool_calls(text), [(call.name, call.arguments) for call in calls]
+
+
 def begin_tool_call(name: str | None = None) -> str:
     """Return the beginning of a call, of the function `name` or of any."""
     return f'{_OPEN}\n{{"name":' + (f' {json.dumps(name)}, "arguments":' if name else "")
