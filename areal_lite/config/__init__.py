@@ -25,6 +25,7 @@ from areal_lite.config.data import (
     DataConfig,
     EvalConfig,
     RewardConfig,
+    longest_sequence,
     naming,
     reference_folders,
     source_configs,

@@ -103,19 +103,23 @@ class PackedAttention:
         plain = norms.fits(like) and dtype == torch.float32
         return plain and head_dim % SIZE == 0 and longest <= MAX_KERNEL_LENGTH
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, spans: Spans) -> Tensor:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, window: int | None
+    ) -> Tensor:
         """Attend over packed tokens: [t, heads, dim]."""
-        out = _Attention.apply(query, key, value, spans)
+        out = _Attention.apply(query, key, value, spans, window or MAX_KERNEL_LENGTH)
         assert isinstance(out, Tensor)
         return out
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, spans: Spans) -> Tensor:
+    def forward(
+        ctx, query: Tensor, key: Tensor, value: Tensor, spans: Spans, window: int
+    ) -> Tensor:
         q, k, v = (x.contiguous() for x in (query, key, value))
         out, log_sums = torch.empty_like(q), torch.empty(q.shape[:2])
-        ctx.spans, ctx.scale = astuple(spans), np.float32(q.shape[2] ** -0.5)
+        ctx.spans, ctx.scale = (*astuple(spans), window), np.float32(q.shape[2] ** -0.5)
         arrays = (x.numpy() for x in (q, k, v))
         attend(*arrays, ctx.spans, ctx.scale, out.numpy(), log_sums.numpy())  # pyright: ignore[reportCallIssue]
         ctx.save_for_backward(q, k, v, out, log_sums)
@@ -128,4 +132,4 @@ class _Attention(torch.autograd.Function):
         gradients = np.empty_like(q), np.zeros_like(k), np.zeros_like(v)
         grad = grads[0].contiguous().numpy()
         attend_backward(q, k, v, ctx.spans, ctx.scale, (out, log_sums), grad, gradients)
-        return *map(torch.from_numpy, gradients), None
+        return *map(torch.from_numpy, gradients), None, None

@@ -22,7 +22,11 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _OPTIONAL = (".bias", ".inv_freq", _HEAD)
 _CHUNK = 1 << 26  # bytes that are compared at a time
 # The names in `megatron.architectures`, which imports torch.
-MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
+MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "smollm3", "phi3", "olmo3")
+# The layers that have a window, of `sliding_window` tokens: all, or those that `layer_types` names.
+WINDOWS = dict.fromkeys(("qwen3_moe", "mistral", "phi3"), "all") | dict.fromkeys(
+    ("qwen2", "qwen3", "smollm3", "olmo3"), "typed"
+)
 # Tensor parallelism splits these evenly.
 _SPLIT_SIZES = (
     *("num_attention_heads", "num_key_value_heads"),
@@ -45,6 +49,18 @@ def num_experts(config: Mapping[str, Any]) -> int:
     """Return the experts of a layer by config.json, 0 for a dense model."""
     # transformers 5 writes the second name, and older releases the first.
     return config.get("num_experts") or config.get("num_local_experts") or 0
+
+
+def has_window(hf: Any) -> list[bool]:
+    """Return for each layer whether its tokens see the last `sliding_window` tokens only.
+
+    hf: a configuration of transformers.
+    """
+    kind, used = WINDOWS.get(hf.model_type), getattr(hf, "use_sliding_window", True)
+    if not (kind and used and hf.sliding_window):
+        return [False] * hf.num_hidden_layers
+    types = hf.layer_types if kind == "typed" else ["sliding_attention"] * hf.num_hidden_layers
+    return [each == "sliding_attention" for each in types]
 
 
 def expert_layout(folder: Path) -> ExpertLayout | None:
@@ -136,6 +152,7 @@ def check_weights(folder: Path) -> None:
                 f"{folder / 'config.json'}: {key}={size!r} is not a positive integer;"
                 " copy the checkpoint again"
             )
+    _check_rope(folder, config)
     # In their order, because there may be more names than memory holds.
     for name in tensor_names(config):
         if name not in tensors:
@@ -161,6 +178,20 @@ def check_weights(folder: Path) -> None:
                 _check_tensor(f"{path}: {name}", part.get_shape(), part.get_dtype(), name, config)
 
 
+def _check_rope(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a rotary embedding that SGLang reads only in the older form."""
+    rope, kind = config.get("rope_parameters") or {}, config["model_type"]
+    older = {"olmo3": "rope_theta and rope_scaling", "phi3": "partial_rotary_factor"}
+    part = rope.get("partial_rotary_factor", 1.0)
+    if (kind == "olmo3" and rope) or (
+        kind == "phi3" and part != config.get("partial_rotary_factor", 1.0)
+    ):
+        raise ValueError(
+            f"{folder / 'config.json'}: SGLang does not read rope_parameters of {kind}: write"
+            f" {older[kind]} beside the other fields, as the released checkpoints do"
+        )
+
+
 def raw_tensor(path: Path, name: str) -> np.ndarray:
     """Map the bytes of a tensor of a safetensors file: uint8 [n]."""
     with path.open("rb") as file:
@@ -179,14 +210,17 @@ def tensor_names(config: Mapping[str, Any]) -> Iterator[str]:
     yield from (_EMBEDDING, "model.norm.weight")
     if not config.get("tie_word_embeddings"):
         yield _HEAD
-    parts = ["input_layernorm", "post_attention_layernorm"]
-    parts += [f"self_attn.{name}_proj" for name in "qkvo"]
-    parts += [f"self_attn.{name}_norm" for name in "qk" if kind.startswith("qwen3")]
+    after, fused = kind == "olmo3", kind == "phi3"
+    parts = ["post_attention_layernorm"]
+    parts += ["post_feedforward_layernorm" if after else "input_layernorm"]
+    parts += ["self_attn.qkv_proj"] if fused else [f"self_attn.{name}_proj" for name in "qkv"]
+    parts += ["self_attn.o_proj"]
+    parts += [f"self_attn.{name}_norm" for name in "qk" if after or kind.startswith("qwen3")]
     parts += ["mlp.gate"] if experts else []
     for layer in range(config.get("num_hidden_layers") or 0):
         yield from (f"model.layers.{layer}.{part}.weight" for part in parts)
         for mlp in (f"mlp.experts.{number}" for number in range(experts)) if experts else ("mlp",):
-            for name in ("gate", "up", "down"):
+            for name in ("gate_up", "down") if fused else ("gate", "up", "down"):
                 yield f"model.layers.{layer}.{mlp}.{name}_proj.weight"
         if kind == "qwen2":
             yield from (f"model.layers.{layer}.self_attn.{name}_proj.bias" for name in "qkv")
@@ -226,8 +260,11 @@ def expected_shape(name: str, config: Mapping[str, Any]) -> list[int] | None:
             "norm": [hidden],
             "input_layernorm": [hidden],
             "post_attention_layernorm": [hidden],
-            "q_norm": [dim],
-            "k_norm": [dim],
+            "post_feedforward_layernorm": [hidden],
+            "q_norm": [queries if config["model_type"] == "olmo3" else dim],
+            "k_norm": [keys if config["model_type"] == "olmo3" else dim],
+            "qkv_proj": [queries + 2 * keys, hidden],
+            "gate_up_proj": [2 * width, hidden],
             "q_proj": [queries, hidden],
             "k_proj": [keys, hidden],
             "v_proj": [keys, hidden],

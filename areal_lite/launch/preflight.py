@@ -17,6 +17,7 @@ from areal_lite.config import (
     TrainerConfig,
     changed_settings,
     check_fields,
+    longest_sequence,
     naming,
     reference_folders,
     source_configs,
@@ -64,6 +65,7 @@ def check_run(config: TrainConfig, *, dense: bool | None = None) -> None:
     if dense is None:
         check_model("model", config.model)
         check_layout(config.trainer, config.model)
+        check_window(config)
     check_sources(config)
     check_servers(config.server)
     if config.algo.routing_replay and (dense or expert_layout(Path(config.model)) is None):
@@ -167,6 +169,22 @@ def check_layout(trainer: TrainerConfig, model: str) -> None:
     described = read_json(Path(model) / "config.json")
     check_targets(trainer.lora, has_experts=num_experts(described) > 0)
     check_split(described, trainer)
+
+
+def check_window(config: TrainConfig) -> None:
+    """Check that no sequence fills a window that the servers leave out."""
+    described = read_json(Path(config.model) / "config.json")
+    kind, window = described.get("model_type"), described.get("sliding_window")
+    used = described.get("use_sliding_window", kind in ("mistral", "phi3"))
+    fills = isinstance(window, int) and longest_sequence(config) > window
+    if not (used and fills) or kind == "olmo3":
+        return
+    if kind == "smollm3" or resolve_device(config.server.device) == "cuda":
+        raise ValueError(
+            f"model={config.model} has windows of {window} tokens, which SGLang computes otherwise"
+            f" for {kind} on this device: let data.max_prompt_tokens + rollout.max_new_tokens,"
+            f" {longest_sequence(config)}, be at most that"
+        )
 
 
 def _same_tokens(model: str, key: str, reference: str) -> None:

@@ -2,13 +2,14 @@
 
 To add one:
 
-1. Add an entry to `ARCHITECTURES`. A parameter that no other family has also needs its size in
-   `tools/memory.py`.
-2. Add its name to the choices of `architecture` in `quickstart/command.py`, which makes tiny models
-   of it, with settings of its own in `quickstart/make_model.py`. Write docs/configuration.md again.
-3. Add a model to `MODELS` and `RUNS` in tests/ranks/test_architectures.py, which compares it
-   with transformers, and a case to `test_supported` in test_hf_architectures.py.
-4. Name it in README.md and in docs/training.md.
+1. Add an entry to `ARCHITECTURES`, and its name to `MODEL_TYPES` and `WINDOWS` in
+   data/model_folder.py. A parameter that no other family has also needs its name and shape there,
+   and its size in tools/memory.py.
+2. Add its name to the choices of `architecture` in quickstart/command.py, which makes tiny models
+   of it, with settings of its own in quickstart/make_model.py. Write docs/configuration.md again.
+3. Add a model to `FAMILIES` in tests/ranks/test_families.py. It is then compared with transformers
+   in each layout, with its server, and searched for leaks between sequences.
+4. Name it in README.md and in the table of docs/training.md.
 
 Each kind of parameter knows its Hugging Face tensors (`names`; matrices are [out, in]), and
 
@@ -19,21 +20,23 @@ Each kind of parameter knows its Hugging Face tensors (`names`; matrices are [ou
 Both only move numbers, so a round trip returns the same bits.
 """
 
-import math
+import copy
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from areal_lite.config import TrainerConfig
 from areal_lite.config.rules import check_targets
-from areal_lite.data.model_folder import check_split
+from areal_lite.data.model_folder import WINDOWS, check_split, has_window
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
@@ -45,6 +48,22 @@ class Source(Protocol):
     def get_shape(self) -> list[int]: ...
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """`size` rows of a source, from `start` on."""
+
+    source: Source
+    start: int
+    size: int
+
+    def get_shape(self) -> list[int]:
+        return [self.size, *self.source.get_shape()[1:]]
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        assert isinstance(index, slice)
+        return self.source[self.start + index.start : self.start + index.stop]
 
 
 def head_dim(hf: PretrainedConfig) -> int:
@@ -91,6 +110,16 @@ class Replicated(Parameter):
         return list(shards[:1])
 
 
+class SplitVector(Parameter):
+    """One vector, split like the outputs of a matrix."""
+
+    def shard(self, hf, sources, rank, ranks):
+        return _outputs(sources[0], rank, ranks)
+
+    def join(self, hf, shards):
+        return [_cat(shards)]
+
+
 class RowParallel(Parameter):
     """One matrix, split along its inputs."""
 
@@ -127,6 +156,34 @@ class QKV(Parameter):
         sizes = (hf.num_attention_heads // groups * dim, dim, dim)
         parts = _cat(shards).unflatten(0, (groups, -1)).split(sizes, 1)
         return [part.flatten(0, 1).contiguous() for part in parts]
+
+
+class _Fused(Parameter):
+    """One tensor of a file that has several of the next base class, one after the other."""
+
+    def sizes(self, hf: PretrainedConfig) -> list[int]:
+        """Return the rows of each."""
+        raise NotImplementedError
+
+    def shard(self, hf, sources, rank, ranks):
+        sizes = self.sizes(hf)
+        starts = accumulate(sizes[:-1], initial=0)
+        parts = [_Rows(sources[0], *each) for each in zip(starts, sizes)]
+        return super().shard(hf, parts, rank, ranks)
+
+    def join(self, hf, shards):
+        return [torch.cat(super().join(hf, shards))]
+
+
+class FusedGated(_Fused, GatedColumnParallel):
+    def sizes(self, hf):
+        return [hf.intermediate_size] * 2
+
+
+class FusedQKV(_Fused, QKV):
+    def sizes(self, hf):
+        keys = hf.num_key_value_heads * head_dim(hf)
+        return [hf.num_attention_heads * head_dim(hf), keys, keys]
 
 
 class VocabParallel(Parameter):
@@ -175,13 +232,23 @@ EMBEDDINGS: Mapping = {
 }
 
 # Below decoder.layers.{layer} in Megatron and model.layers.{layer} in Hugging Face.
-ATTENTION: Mapping = {
+NORMS: Mapping = {
     "input_layernorm.weight": Replicated("input_layernorm.weight"),
+    "pre_mlp_layernorm.weight": Replicated("post_attention_layernorm.weight"),
+}
+# Of the results of attention and MLP, before these are added to the residual stream.
+NORMS_AFTER: Mapping = {
+    "self_attn_bda.weight": Replicated("post_attention_layernorm.weight"),
+    "mlp_bda.weight": Replicated("post_feedforward_layernorm.weight"),
+}
+ATTENTION: Mapping = {
     "self_attention.linear_qkv.weight": QKV(
         "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
     ),
     "self_attention.linear_proj.weight": RowParallel("self_attn.o_proj.weight"),
-    "pre_mlp_layernorm.weight": Replicated("post_attention_layernorm.weight"),
+}
+FUSED_QKV: Mapping = {
+    "self_attention.linear_qkv.weight": FusedQKV("self_attn.qkv_proj.weight"),
 }
 QKV_BIAS: Mapping = {
     "self_attention.linear_qkv.bias": QKV(
@@ -192,10 +259,16 @@ QK_NORM: Mapping = {
     "self_attention.q_layernorm.weight": Replicated("self_attn.q_norm.weight"),
     "self_attention.k_layernorm.weight": Replicated("self_attn.k_norm.weight"),
 }
+# RMSNorm over the queries of all heads, and over all keys.
+WIDE_QK_NORM: Mapping = {
+    "self_attention.q_layernorm.weight": SplitVector("self_attn.q_norm.weight"),
+    "self_attention.k_layernorm.weight": SplitVector("self_attn.k_norm.weight"),
+}
 GATED_MLP: Mapping = {
     "mlp.linear_fc1.weight": GatedColumnParallel("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": RowParallel("mlp.down_proj.weight"),
 }
+FUSED_GATE: Mapping = {"mlp.linear_fc1.weight": FusedGated("mlp.gate_up_proj.weight")}
 EXPERTS: Mapping = {
     "mlp.router.weight": Replicated("mlp.gate.weight"),
     "mlp.experts.local_experts.{expert}.linear_fc1.weight": GatedColumnParallel(
@@ -216,6 +289,20 @@ class Architecture:
     fields: Callable[[PretrainedConfig], dict[str, Any]] = lambda hf: {}
     # Raises ValueError for a configuration that would be computed wrongly.
     check: Callable[[PretrainedConfig], None] = lambda hf: None
+    rope_types: tuple[str, ...] = ("default", "llama3", "yarn")
+    partial_rotary: bool = False  # it may rotate a part of each head
+    # Frequencies are stretched in layers without a window only.
+    plain_in_windows: bool = False
+
+    @property
+    def norms_after(self) -> bool:
+        """Return whether norms stand after attention and MLP, and not before them."""
+        return NORMS_AFTER.keys() <= self.layer.keys()
+
+    @property
+    def wide_qk_norm(self) -> bool:
+        """Return whether queries and keys have norms over all heads."""
+        return WIDE_QK_NORM.items() <= self.layer.items()
 
 
 def _check_qwen3_moe(hf: PretrainedConfig) -> None:
@@ -252,23 +339,65 @@ def _qwen3_moe(hf: PretrainedConfig) -> dict[str, Any]:
     }
 
 
+def _check_olmo3(hf: PretrainedConfig) -> None:
+    """Raise ValueError for heads of another width than SGLang computes."""
+    if head_dim(hf) * hf.num_attention_heads != hf.hidden_size:
+        raise ValueError(
+            f"head_dim={head_dim(hf)} is not supported for olmo3: SGLang takes hidden_size /"
+            " num_attention_heads"
+        )
+
+
+def _check_yarn(hf: PretrainedConfig) -> None:
+    """Raise ValueError for numbers of YaRN that transformers and SGLang read differently."""
+    given = hf.rope_parameters.get("attention_factor")
+    computed = copy.deepcopy(hf)
+    computed.rope_parameters["attention_factor"] = None
+    scale = ROPE_INIT_FUNCTIONS["yarn"](computed, torch.device("cpu"))[1]
+    if given is not None and abs(given - scale) > 1e-6:
+        raise ValueError(
+            f"rope_parameters has attention_factor={given}, but SGLang computes {scale:.7g} from"
+            " its factor: remove attention_factor"
+        )
+
+
 ARCHITECTURES = {
     # Qwen2 and Qwen2.5: biases on queries, keys and values.
     "qwen2": Architecture(
-        layer=ATTENTION | QKV_BIAS | GATED_MLP, fields=lambda hf: {"add_qkv_bias": True}
+        layer=NORMS | ATTENTION | QKV_BIAS | GATED_MLP,
+        fields=lambda hf: {"add_qkv_bias": True},
     ),
     # Dense: RMSNorm over the queries and keys of each head.
     "qwen3": Architecture(
-        layer=ATTENTION | QK_NORM | GATED_MLP, fields=lambda hf: {"qk_layernorm": True}
+        layer=NORMS | ATTENTION | QK_NORM | GATED_MLP,
+        fields=lambda hf: {"qk_layernorm": True},
     ),
     # A token goes to the experts with the largest router probabilities, in every layer.
     "qwen3_moe": Architecture(
-        layer=ATTENTION | QK_NORM | EXPERTS, fields=_qwen3_moe, check=_check_qwen3_moe
+        layer=NORMS | ATTENTION | QK_NORM | EXPERTS, fields=_qwen3_moe, check=_check_qwen3_moe
     ),
     # Llama 2 and 3. Llama 3.1 stretches low rotary frequencies.
-    "llama": Architecture(layer=ATTENTION | GATED_MLP),
-    # Dense. An active sliding window (7B v0.1) is refused.
-    "mistral": Architecture(layer=ATTENTION | GATED_MLP),
+    "llama": Architecture(layer=NORMS | ATTENTION | GATED_MLP),
+    "mistral": Architecture(layer=NORMS | ATTENTION | GATED_MLP),
+    # Every fourth layer has no rotary embedding.
+    "smollm3": Architecture(
+        layer=NORMS | ATTENTION | GATED_MLP,
+        fields=lambda hf: {
+            "no_rope_freq": [1 - rope for rope in hf.no_rope_layers[: hf.num_hidden_layers]]
+        },
+    ),
+    # Phi-3 and Phi-4 in a file of fused matrices.
+    "phi3": Architecture(
+        layer=NORMS | ATTENTION | FUSED_QKV | GATED_MLP | FUSED_GATE,
+        rope_types=("default",),
+        partial_rotary=True,
+    ),
+    # Without qk_layernorm, with which Megatron would sum the gradients of different heads' weights.
+    "olmo3": Architecture(
+        layer=NORMS_AFTER | ATTENTION | WIDE_QK_NORM | GATED_MLP,
+        check=_check_olmo3,
+        plain_in_windows=True,
+    ),
 }
 
 
@@ -279,20 +408,21 @@ def check_supported(hf: PretrainedConfig, trainer: TrainerConfig) -> None:
             f"model type {hf.model_type!r} is not supported by the trainer:"
             f" use one of {', '.join(ARCHITECTURES)}"
         )
-    ARCHITECTURES[hf.model_type].check(hf)
-    rope = hf.rope_parameters
-    known = rope.get("rope_type", "default") in ("default", "llama3")
-    if not known or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    known, rope = ARCHITECTURES[hf.model_type], hf.rope_parameters
+    known.check(hf)
+    kind = rope.get("rope_type", "default")
+    partial = rope.get("partial_rotary_factor", 1.0) != 1.0
+    if kind not in known.rope_types or (partial and not known.partial_rotary):
         raise ValueError(
-            f"rope_parameters {rope} are not supported by the trainer:"
-            " use rope_type default or llama3, over whole heads"
+            f"rope_parameters {rope} are not supported by the trainer for {hf.model_type}:"
+            f" use rope_type {' or '.join(known.rope_types)}"
+            + ("" if known.partial_rotary else ", over whole heads")
         )
-    window, layers = getattr(hf, "sliding_window", None), getattr(hf, "layer_types", None)
-    slides = window is not None and window < hf.max_position_embeddings
-    slides = slides and (layers is None or "sliding_attention" in layers)
-    for name in ("sliding_window", "attention_bias", "mlp_bias", "quantization_config"):
-        value = getattr(hf, name, None)
-        if slides if name == "sliding_window" else value:
+    if kind == "yarn":
+        _check_yarn(hf)
+    names = ["attention_bias", "mlp_bias", "quantization_config"]
+    for name in ["sliding_window", *names] if hf.model_type not in WINDOWS else names:
+        if value := getattr(hf, name, None):
             raise ValueError(
                 f"{name}={value} is not supported by the trainer: use a checkpoint without it"
             )
@@ -329,8 +459,17 @@ def transformer_config(
         # each microbatch's loss is already its share of the global loss.
         calculate_per_token_loss=True,
         **settings,
+        **_windows(hf),
         **ARCHITECTURES[hf.model_type].fields(hf),
     )
+
+
+def _windows(hf: PretrainedConfig) -> dict[str, Any]:
+    """Describe the windows of the layers."""
+    if not any(found := has_window(hf)):
+        return {}
+    before = hf.sliding_window - 1
+    return {"window_size": (before, 0), "window_attn_skip_freq": [int(one) for one in found]}
 
 
 def layout(name: str, hf: PretrainedConfig) -> Parameter:
@@ -353,24 +492,24 @@ def layout(name: str, hf: PretrainedConfig) -> Parameter:
     return type(parameter)(*tensors)
 
 
-def inverse_frequencies(hf: PretrainedConfig, device: torch.device) -> Tensor:
-    """Compute the rotary frequencies (arXiv:2104.09864), radians per position: float32 [dim / 2].
+class Rotation(NamedTuple):
+    """A rotary embedding (arXiv:2104.09864): a token is turned by position x frequencies."""
 
-    Plain ones are theta^(-2i / dim).
+    frequencies: Tensor  # float32 [n / 2], radians per position, of the first n elements of a head
+    factor: float  # of the results (YaRN, arXiv:2309.00071)
+
+
+def rotations(hf: PretrainedConfig, device: torch.device) -> list[Rotation]:
+    """Return the rotary embeddings of the layers; the last one is for layers with a window.
+
+    Plain frequencies are theta^(-2i / n).
     """
-    dim, rope = head_dim(hf), hf.rope_parameters
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
-    plain = 1.0 / rope["rope_theta"] ** exponents
-    return _llama3(plain, rope) if rope.get("rope_type") == "llama3" else plain
-
-
-def _llama3(plain: Tensor, rope: dict) -> Tensor:
-    """Stretch frequencies as Llama 3.1 does: divide low ones by `factor` and keep high ones.
-
-    Low ones make fewer than `low_freq_factor` turns within the context of pre-training, high ones
-    more than `high_freq_factor`. In between the two are mixed in proportion to the number of turns.
-    """
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    turns = rope["original_max_position_embeddings"] / (2 * math.pi / plain)
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - keep) * plain / rope["factor"] + keep * plain
+    rope, family = hf.rope_parameters, ARCHITECTURES[hf.model_type]
+    kind = rope.get("rope_type", "default")
+    width = int(head_dim(hf) * rope.get("partial_rotary_factor", 1.0))
+    exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
+    plain = Rotation(1.0 / rope["rope_theta"] ** exponents, 1.0)
+    if kind == "default":
+        return [plain]
+    stretched = Rotation(*ROPE_INIT_FUNCTIONS[kind](hf, device))
+    return [stretched, plain] if family.plain_in_windows else [stretched]

@@ -10,6 +10,10 @@ Segments see the keys of prefixes that they share, and under context parallelism
 (packing.py). Bounds of queries and of keys that differ say so to FlashAttention: the last query of
 a segment sees all its keys. A shared key is copied for each segment that sees it, for the time that
 a layer computes.
+
+A layer may have a window: a token then sees so many tokens, itself and those right before it. Keys
+of a segment stand in the order of their positions, from 0 on, so a window needs no positions. A
+layer may also go without a rotation, and layers with a window may have one of their own.
 """
 
 from collections.abc import Iterator
@@ -21,10 +25,11 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer import MegatronModule
+from megatron.core.transformer import MegatronModule, TransformerConfig
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from areal_lite.megatron.architectures import Rotation
 from areal_lite.megatron.kernels import Spans, kernels
 from areal_lite.megatron.packing import LocalTokens
 from areal_lite.megatron.parallel import process_group
@@ -36,29 +41,31 @@ Segment = tuple[int, int]  # tokens of its queries, and of its keys
 class PackedSequences(PackedSeqParams):
     """Megatron's description of packed sequences, and what this attention needs besides."""
 
-    cos: Tensor  # [l, 1, head_dim], of the angle of each token's position
-    sin: Tensor
+    # (cos, sin), [l, 1, n] each, of the angles of each token's position, for the first n elements
+    # of a head. The last pair is for layers with a window, the first one for all others.
+    angles: list[tuple[Tensor, Tensor]]
     # int64, the gathered index of each key. None where the keys are the segments' own tokens.
     key_index: Tensor | None = None
     segments: list[Segment] | None = None  # where attention is computed one after the other
     spans: Spans | None = None  # for the kernel; else None
 
     @classmethod
-    def build(cls, local: LocalTokens, inv_freq: Tensor, dtype: torch.dtype) -> "PackedSequences":
-        """Describe `local`, in CPU memory, on the device of `inv_freq`, float32 [head_dim / 2].
+    def build(
+        cls, local: LocalTokens, rotations: list[Rotation], head_dim: int, dtype: torch.dtype
+    ) -> "PackedSequences":
+        """Describe `local`, in CPU memory, on the device of `rotations`.
 
         dtype: of the activations.
         """
-        device = inv_freq.device
-        angles = local.position_ids[:, None].to(device).float() * inv_freq
-        angles = torch.cat((angles, angles), -1)[:, None]
-        rotation = torch.float32 if kernels.exact_rotation else dtype
+        like = rotations[0].frequencies
+        device = like.device
+        positions = local.position_ids.to(device).float()
         cu_seqlens_q = local.cu_seqlens
         cu_seqlens_k = cu_seqlens_q if local.cu_seqlens_k is None else local.cu_seqlens_k
         key_index, segments, spans = local.key_index, None, None
         longest = int(cu_seqlens_k.diff().max())
-        kernel, head_dim = kernels.packed_attention, 2 * len(inv_freq)
-        if kernel and kernel.fits(inv_freq, dtype, head_dim, longest):
+        kernel = kernels.packed_attention
+        if kernel and kernel.fits(like, dtype, head_dim, longest):
             index = torch.arange(len(local.tokens)) if key_index is None else key_index
             bounds = cu_seqlens_q.long().numpy(), cu_seqlens_k.long().numpy()
             spans = Spans(queries=bounds[0], keys=bounds[1], index=index.numpy())
@@ -70,22 +77,39 @@ class PackedSequences(PackedSeqParams):
             cu_seqlens_kv=cu_seqlens_k.to(device),
             max_seqlen_q=int(cu_seqlens_q.diff().max()),
             max_seqlen_kv=longest,
-            cos=angles.cos().to(rotation),
-            sin=angles.sin().to(rotation),
+            angles=[_angles(rotation, positions, dtype) for rotation in rotations],
             key_index=None if key_index is None else key_index.to(device),
             segments=segments,
             spans=spans,
         )
 
 
+def _angles(rotation: Rotation, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of `positions`, float32 [l], as `PackedSequences.angles`."""
+    angles = positions[:, None] * rotation.frequencies
+    angles = torch.cat((angles, angles), -1)[:, None]
+    dtype = torch.float32 if kernels.exact_rotation else dtype
+    return (angles.cos() * rotation.factor).to(dtype), (angles.sin() * rotation.factor).to(dtype)
+
+
 class PackedAttention(MegatronModule):
     """Causal attention within each packed sequence.
 
-    query [t, heads, dim], key and value [t, groups, dim] -> [t, heads * dim].
+    query [t, heads, dim], key and value [t, groups, dim] -> [t, heads * dim]. The window of a layer
+    and whether it rotates are in Megatron's fields: window_size, window_attn_skip_freq (1: it has a
+    window) and no_rope_freq (1: it does not rotate), one entry for each layer.
     """
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, **_):
+    def __init__(
+        self, config: TransformerConfig, layer_number, attn_mask_type, attention_type, **_
+    ):
         super().__init__(config=config)
+        windows, without = config.window_attn_skip_freq, config.no_rope_freq
+        self.window: int | None = None
+        if isinstance(windows, list) and windows[layer_number - 1]:
+            assert config.window_size is not None
+            self.window = config.window_size[0] + 1
+        self.rotates = not (isinstance(without, list) and without[layer_number - 1])
 
     def forward(
         self,
@@ -99,18 +123,20 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         packed = packed_seq_params
         assert packed is not None
-        query = kernels.rotate(query, packed.cos, packed.sin)
-        key = kernels.rotate(key, packed.cos, packed.sin)
+        if self.rotates:
+            angles = packed.angles[0 if self.window is None else -1]
+            query, key = _rotate(query, *angles), _rotate(key, *angles)
         group = process_group(parallel_state.get_context_parallel_group())
         if group.size() > 1:
             both = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=group)
             key, value = both.chunk(2, -1)
         if packed.spans is not None:
             assert kernels.packed_attention is not None
-            return kernels.packed_attention(query, key, value, packed.spans).flatten(1)
+            out = kernels.packed_attention(query, key, value, packed.spans, self.window)
+            return out.flatten(1)
         with _seen(key, value, packed.key_index) as (key, value):
             if packed.segments is not None:
-                return by_segment(query, key, value, packed.segments).flatten(1)
+                return by_segment(query, key, value, packed.segments, self.window).flatten(1)
             return causal_varlen(
                 query,
                 key.contiguous(),
@@ -119,7 +145,16 @@ class PackedAttention(MegatronModule):
                 packed.cu_seqlens_kv,
                 packed.max_seqlen_q,
                 packed.max_seqlen_kv,
+                self.window,
             ).flatten(1)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first elements of each head, as many as `cos` has: [t, heads, dim]."""
+    width = cos.shape[-1]
+    if width == x.shape[-1]:
+        return kernels.rotate(x, cos, sin)
+    return torch.cat((kernels.rotate(x[..., :width], cos, sin), x[..., width:]), -1)
 
 
 @contextmanager
@@ -153,16 +188,21 @@ def _seen(key: Tensor, value: Tensor, index: Tensor | None) -> Iterator[tuple[Te
         yield copies
 
 
-def by_segment(query: Tensor, key: Tensor, value: Tensor, segments: list[Segment]) -> Tensor:
+def by_segment(
+    query: Tensor, key: Tensor, value: Tensor, segments: list[Segment], window: int | None = None
+) -> Tensor:
     """Attend within one segment after the other, as `causal_varlen` does: [l, heads, dim]."""
     outputs = []
     queries, keys = map(list, zip(*segments))
     for parts in zip(query.split(queries), key.split(keys), value.split(keys)):
         before = len(parts[1]) - len(parts[0])
         mask = None
-        if before:
+        narrow = window is not None and window < len(parts[1])
+        if before or narrow:
             shape = len(parts[0]), len(parts[1])
             mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril(before)
+        if mask is not None and window is not None:
+            mask = mask.triu(before - window + 1)
         q, k, v = (x.transpose(0, 1)[None] for x in parts)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
@@ -179,13 +219,16 @@ def causal_varlen(
     bounds_k: Tensor,
     longest_q: int,
     longest_k: int,
+    window: int | None = None,
 ) -> Tensor:
     """Attend over packed tokens by FlashAttention: [l, heads, dim].
 
-    Where a segment has more keys than queries, its last query sees all of them.
+    Where a segment has more keys than queries, its last query sees all of them, or the last
+    `window` of them.
     """
     bounds = bounds_q, bounds_k, longest_q, longest_k
     grouped = query.shape[1] != key.shape[1]
-    out = varlen_attn(query, key, value, *bounds, window_size=(-1, 0), enable_gqa=grouped)
+    before = -1 if window is None else window - 1
+    out = varlen_attn(query, key, value, *bounds, window_size=(before, 0), enable_gqa=grouped)
     assert isinstance(out, Tensor)
     return out

@@ -39,8 +39,13 @@ class PackedKernel(Protocol):
         """
         ...
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, spans: Spans) -> Tensor:
-        """Attend over tokens [t, heads, dim]. Carries gradients."""
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, window: int | None
+    ) -> Tensor:
+        """Attend over tokens [t, heads, dim]. Carries gradients.
+
+        window: how many of its keys a token sees at most, the last ones; None for all.
+        """
         ...
 
 

@@ -19,21 +19,27 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig
 
 from areal_lite.config import LoraConfig, TrainerConfig
 from areal_lite.megatron.architectures import (
+    ARCHITECTURES,
     EXPERT,
+    Architecture,
     check_supported,
     padded_vocab,
     transformer_config,
@@ -62,6 +68,54 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return kernels.rms_norm(x, self.weight, self.eps)
+
+
+class WideNorm(torch.nn.Module):
+    """RMSNorm over all heads together, of queries or keys [l, b, heads, dim].
+
+    A tensor-parallel rank has a part of the heads and of the weight.
+    """
+
+    def __init__(self, config: TransformerConfig, heads: int, hidden_size: int, eps: float, **_):
+        super().__init__()
+        self.eps, self.width = eps, heads * hidden_size
+        self.group = process_group(parallel_state.get_tensor_model_parallel_group())
+        own = torch.ones(self.width // self.group.size(), dtype=config.params_dtype)
+        self.weight = torch.nn.Parameter(own.to(current_device()))
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(-2)
+        if self.group.size() == 1:
+            return kernels.rms_norm(rows, self.weight, self.eps).view_as(x)
+        wide = rows.float()
+        # Of all ranks, and so is its gradient.
+        square = reduce_from_tensor_model_parallel_region(
+            wide.square().sum(-1, keepdim=True), group=self.group
+        )
+        square = copy_to_tensor_model_parallel_region(square, group=self.group)
+        scale = torch.rsqrt(square / self.width + self.eps)
+        return (self.weight * (wide * scale)).to(x.dtype).view_as(x)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata: Any = None):
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+class NormedSum(RMSNorm):
+    """residual + norm(x), for x of attention or of an MLP, in place of Megatron's residual + x."""
+
+    def forward(self, training: bool, fused: bool):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._add
+
+    def _add(self, x: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        return residual + super().forward(x[0])
 
 
 class GatedMLP(MLP):
@@ -271,7 +325,9 @@ def _build_chunk(
     tie: bool,
     vp_stage: int | None,
 ) -> Backbone:
-    layers = [_layer_spec(config, lora)] * get_num_layers_to_build(config, vp_stage)
+    layers = [_layer_spec(config, lora, ARCHITECTURES[hf.model_type])] * get_num_layers_to_build(
+        config, vp_stage
+    )
     # Megatron's annotation admits ModuleSpec only; its code takes both.
     block: Any = TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)  # pyright: ignore[reportArgumentType]
     model = Backbone(
@@ -291,16 +347,26 @@ def _build_chunk(
     return model
 
 
-def _layer_spec(config: TransformerConfig, lora: LoraConfig) -> ModuleSpec:
-    """Return Megatron's layer with our norms, attention and dense MLP; all layers are alike."""
+def _layer_spec(
+    config: TransformerConfig, lora: LoraConfig, architecture: Architecture
+) -> ModuleSpec:
+    """Return Megatron's layer with our norms, attention and dense MLP; all layers are alike.
+
+    Attention finds out about its own layer (attention.py).
+    """
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm",
     )
     layer: Any = spec.submodules
-    layer.input_layernorm = RMSNorm
-    layer.pre_mlp_layernorm = RMSNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    if architecture.norms_after:
+        layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+        sizes = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(
+            module=NormedSum, params={"config": config, **sizes}
+        )
     if config.num_moe_experts is None:
         fc1, fc2 = linear_layer("fc1", lora), linear_layer("fc2", lora)
         layers = MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)
@@ -311,8 +377,12 @@ def _layer_spec(config: TransformerConfig, lora: LoraConfig) -> ModuleSpec:
     attention.linear_proj = linear_layer("proj", lora)
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
-        attention.q_layernorm = RMSNorm
-        attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if architecture.wide_qk_norm:
+        heads = {"q": config.num_attention_heads, "k": config.num_query_groups}
+        for name, number in heads.items():
+            norm = ModuleSpec(module=WideNorm, params={"heads": number})
+            setattr(attention, f"{name}_layernorm", norm)
     return spec
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from areal_lite.config import TrainerConfig
-from areal_lite.megatron.architectures import inverse_frequencies
+from areal_lite.megatron.architectures import head_dim, rotations
 from areal_lite.megatron.attention import PackedSequences
 from areal_lite.megatron.hf import SHARD_BYTES, AdapterStream, WeightStream, export_hf, load_hf
 from areal_lite.megatron.logprobs import Head, ValueLayer, lm_head, value_head
@@ -98,7 +98,7 @@ class ParallelModel:
             adapter.initialize(seed, name)
         if with_values and last.post_process:
             last.output_layer = ValueLayer(last.config)
-        self.inv_freq = inverse_frequencies(self.hf_config, self.device)
+        self.rotations = rotations(self.hf_config, self.device)
 
     def language_head(self, temperature: float) -> Head:
         """Make the head of this model that returns log-probs and entropies."""
@@ -198,7 +198,8 @@ class ParallelModel:
         """
         heartbeat.beat()
         microbatch, local = next(batches)
-        packed = PackedSequences.build(local, self.inv_freq, self.dtype)
+        width = head_dim(self.hf_config)
+        packed = PackedSequences.build(local, self.rotations, width, self.dtype)
         local = to_device(local, self.device)
         chunk: Any = unwrap_model(module)
         assert isinstance(chunk, Backbone)

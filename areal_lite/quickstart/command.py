@@ -16,7 +16,9 @@ class MakeModelConfig:
 
     out: str = setting(MISSING, "Folder to write the checkpoint to.")
     architecture: str = setting(
-        "qwen3", "Model type.", choices=("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
+        "qwen3",
+        "Model type.",
+        choices=("qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "smollm3", "phi3", "olmo3"),
     )
     hidden_size: int = setting(128, "Size of a hidden state.", within=(1, 65_536))
     num_layers: int = setting(4, "Layers.", within=(1, 1024))

@@ -5,6 +5,7 @@ python -m areal_lite.quickstart.make_model out=FOLDER num_layers=2 …
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,8 @@ def run(config: MakeModelConfig) -> int:
     with new_folder(out) as scratch:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
+        if config.architecture == "olmo3":
+            _write_older_form(scratch / "config.json")
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{out}: {parameters / 1e6:.2f} M parameters, {len(tokenizer)} tokens of vocabulary")
     return 0
@@ -77,6 +80,11 @@ def _check(config: MakeModelConfig) -> None:
             "tie_embeddings=true with architecture=qwen3_moe, whose embeddings SGLang does not"
             " share: set it to false"
         )
+    if config.architecture == "olmo3" and config.num_heads * config.head_dim != config.hidden_size:
+        raise ValueError(
+            f"num_heads={config.num_heads} x head_dim={config.head_dim} is not"
+            f" hidden_size={config.hidden_size}, as SGLang wants it for olmo3: set head_dim"
+        )
     if config.experts_per_token > config.num_experts:
         raise ValueError(
             f"experts_per_token={config.experts_per_token} of num_experts={config.num_experts}:"
@@ -84,6 +92,13 @@ def _check(config: MakeModelConfig) -> None:
         )
     if Path(config.out).exists():
         raise ValueError(f"out={config.out} exists already: remove it or choose another folder")
+
+
+def _write_older_form(path: Path) -> None:
+    """Write the base of rotations where SGLang reads it for OLMo 3."""
+    values = json.loads(path.read_text())
+    values["rope_theta"] = values.pop("rope_parameters")["rope_theta"]
+    path.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _new_model(config: MakeModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:

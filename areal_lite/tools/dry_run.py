@@ -18,6 +18,7 @@ from areal_lite.config import (
     LoraConfig,
     TrainConfig,
     TrainerConfig,
+    longest_sequence,
     naming,
     reference_folders,
     source_configs,
@@ -35,7 +36,7 @@ from areal_lite.system.gpus import gpu_memory, resolve_device
 from areal_lite.tools import memory
 from areal_lite.tools.evaluate import reading
 from areal_lite.tools.formatting import byte_size, counted, excerpt
-from areal_lite.tools.memory import SIZES, SharedGpu, longest_sequence, share_gpu
+from areal_lite.tools.memory import SIZES, SharedGpu, share_gpu
 from areal_lite.tools.stored_run import stored_run
 from areal_lite.weights.push import BUCKET_BYTES, choose_transport
 

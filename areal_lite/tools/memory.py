@@ -28,7 +28,7 @@ from dataclasses import dataclass, fields, replace
 
 from transformers import PretrainedConfig
 
-from areal_lite.config import LoraConfig, TrainConfig, TrainerConfig, source_configs
+from areal_lite.config import LoraConfig, TrainConfig, TrainerConfig, longest_sequence
 from areal_lite.cpu import KEPT_LOGITS
 from areal_lite.megatron.architectures import (
     ARCHITECTURES,
@@ -117,14 +117,17 @@ def _layer_sizes(hf: PretrainedConfig) -> dict[str, int]:
     hidden, dim = hf.hidden_size, head_dim(hf)
     queries, keys = hf.num_attention_heads * dim, hf.num_key_value_heads * dim
     expert = getattr(hf, "moe_intermediate_size", 0)
+    wide = ARCHITECTURES[hf.model_type].wide_qk_norm
     return {
         "input_layernorm.weight": hidden,
+        "self_attn_bda.weight": hidden,
+        "mlp_bda.weight": hidden,
         "pre_mlp_layernorm.weight": hidden,
         "self_attention.linear_qkv.weight": (queries + 2 * keys) * hidden,
         "self_attention.linear_qkv.bias": queries + 2 * keys,
         "self_attention.linear_proj.weight": queries * hidden,
-        "self_attention.q_layernorm.weight": dim,
-        "self_attention.k_layernorm.weight": dim,
+        "self_attention.q_layernorm.weight": queries if wide else dim,
+        "self_attention.k_layernorm.weight": keys if wide else dim,
         "mlp.linear_fc1.weight": 2 * hf.intermediate_size * hidden,
         "mlp.linear_fc2.weight": hf.intermediate_size * hidden,
         "mlp.router.weight": getattr(hf, "num_experts", 0) * hidden,
@@ -171,7 +174,8 @@ def adapter_parameters(hf: PretrainedConfig, trainer: TrainerConfig) -> int:
 
 def pushed_adapter_parameters(hf: PretrainedConfig, lora: LoraConfig) -> int:
     """Count the numbers in a push of adapters alone: fused projections have copies of one A."""
-    copies = 2 * ("qkv" in lora.targets) + ("fc1" in lora.targets)
+    layer = ARCHITECTURES[hf.model_type].layer
+    copies = sum(len(layer[_ADAPTED[target]].names) - 1 for target in lora.targets)
     whole = adapter_parameters(hf, TrainerConfig(lora=lora))
     return whole + copies * lora.rank * hf.hidden_size * hf.num_hidden_layers
 
@@ -345,13 +349,6 @@ def trainer_bytes(config: TrainConfig, hf: PretrainedConfig) -> int:
     # The head is done when the layers begin.
     peak = rank.total - rank.head + max(rank.head, working) + critic
     return int(peak * (1 + _ROUNDING)) + _LIBRARIES
-
-
-def longest_sequence(config: TrainConfig) -> int:
-    """Count the tokens of the longest sequence that a run can have."""
-    sources = source_configs(config).values()
-    longest_prompt = max(source.data.max_prompt_tokens for source in sources)
-    return longest_prompt + config.rollout.max_new_tokens
 
 
 def _server_working(config: TrainConfig, hf: PretrainedConfig) -> int:

@@ -5,16 +5,19 @@ JOB is a JSON file (see test_architectures.py).
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from areal_lite.config import TrainerConfig
+from areal_lite.config import LoraConfig, TrainerConfig
+from areal_lite.megatron.hf import Bucket, WeightStream
+from areal_lite.megatron.optimizer import is_sharded
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import init_distributed, shutdown
 from areal_lite.megatron.policy import Policy
-from tests.ranks.engine_worker import random_batch
+from tests.ranks.engine_worker import load, random_batch, save
 
 VOCAB = 97
 # The large epsilon keeps Adam from blowing up rounding errors of gradients that are almost zero.
@@ -29,6 +32,21 @@ SETTINGS = dict(
 )
 
 
+class _Gradients(WeightStream):
+    """The gradients of the last update, by the names of the checkpoint's tensors."""
+
+    def _value(self, name: str) -> torch.Tensor:
+        return self.own[name].main_grad  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def gradients(engine: Policy) -> Bucket:
+    """Return the gradients on rank 0; nothing where each rank has the sum of a part alone."""
+    if is_sharded(engine.config) and engine.dp_group.size() * engine.cp_group.size() > 1:
+        return []
+    buckets = _Gradients(engine.chunks, engine.hf_config).buckets(1 << 30)
+    return [(name, tensor.clone()) for bucket in buckets for name, tensor in bucket]
+
+
 def update(engine: Policy, step: int) -> dict[str, float]:
     """Update on the mean log-prob of a batch, distributed to the data-parallel ranks in turns."""
     whole = random_batch(8, VOCAB, seed=step)
@@ -38,6 +56,19 @@ def update(engine: Policy, step: int) -> dict[str, float]:
         return -logprobs.sum() / len(whole.tokens), {}
 
     return engine.update(make_microbatches(batch, 64), loss)
+
+
+def adapted(settings: TrainerConfig, folder: str, out: Path) -> dict:
+    """Train adapters; return log-probs and the adapters of a push, and export their sum."""
+    lora = LoraConfig(rank=2, alpha=4.0)
+    engine = Policy(replace(settings, lora=lora), folder, seed=1)
+    for step in range(2):
+        update(engine, step)
+    batch = random_batch(12, VOCAB, seed=101)
+    engine.export_hf(out)
+    assert engine.adapters is not None
+    pushed = [(n, x.clone()) for bucket in engine.adapters.buckets(1 << 30) for n, x in bucket]
+    return {"adapted": engine.logprobs(make_microbatches(batch, 64)), "adapters": dict(pushed)}
 
 
 def run(job: dict) -> dict:
@@ -55,8 +86,20 @@ def run(job: dict) -> dict:
         engine.export_hf(out / name)
         results[name] = {"logprobs": logprobs, "buckets": buckets, "rank": dist.get_rank()}
         if name in job["updated"]:
-            results[name]["metrics"] = [update(engine, step) for step in range(3)]
+            results[name]["metrics"] = [update(engine, 0)]
+            results[name]["gradients"] = dict(gradients(engine))
+            results[name]["metrics"] += [update(engine, step) for step in (1, 2)]
             engine.export_hf(out / f"{name}_updated")
+            batch = random_batch(12, VOCAB, seed=101)
+            results[name]["updated"] = engine.logprobs(make_microbatches(batch, 64))
+        if checkpoint := job.get("saved"):
+            if not (where := Path(checkpoint, name)).exists():
+                save(engine, where)
+            loaded = Policy(settings, folder, seed=1)
+            load(loaded, where)
+            results[name]["loaded"] = loaded.logprobs(make_microbatches(batch, 64))
+        if job.get("lora"):
+            results[name] |= adapted(settings, folder, out / f"{name}_adapted")
     return results
 
 

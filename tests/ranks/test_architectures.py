@@ -51,6 +51,10 @@ MODELS = {
     "mistral_untied": ("mistral", {"tie_word_embeddings": False, "sliding_window": None}),
     "moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True}),
     "moe_unnormalized": ("qwen3_moe", EXPERTS | {"norm_topk_prob": False}),
+    "moe_window": (
+        "qwen3_moe",
+        EXPERTS | {"norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 6},
+    ),
 }
 # name -> (layout, its models, the models that it also trains)
 RUNS = {
@@ -117,14 +121,21 @@ def make_model(name: str, folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
 
 
-def launch(layout: dict, models: dict[str, str], updated: tuple[str, ...], out: Path) -> list[dict]:
-    """Run the worker on all ranks of the layout, and return the results of each rank."""
+def launch(
+    layout: dict, models: dict[str, str], updated: tuple[str, ...], out: Path, **options: object
+) -> list[dict]:
+    """Run the worker on all ranks of the layout, and return the results of each rank.
+
+    options: `saved`, a folder of checkpoints of the updated models, which the first layout fills,
+    and `lora`, whether adapters are trained, too.
+    """
     job = {
         "layout": layout,
         "models": models,
         "updated": updated,
         "out": str(out),
         "bucket_bytes": BUCKET_BYTES,
+        **options,
     }
     world = TrainerConfig(**layout).world_size
     run_ranks(WORKER, job, out, world)
@@ -238,7 +249,9 @@ def test_updates_match_adamw_on_transformers(results, folder, tmp_path, run, nam
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama3_untied", "mistral_untied", "moe", "moe_unnormalized"])
+@pytest.mark.parametrize(
+    "name", ["llama3_untied", "mistral_untied", "moe", "moe_unnormalized", "moe_window"]
+)
 def test_sglang_generates_with_the_log_probs_of_the_export(results, folder, tmp_path, name):
     results("single")
     exported = folder / "single" / name

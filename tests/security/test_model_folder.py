@@ -147,6 +147,35 @@ def test_every_tensor_is_there_and_no_other(architecture: str, tmp_path: Path) -
     assert "has no tensor model.layers.2.mlp.up_proj.weight;" in refusal(model)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "fields", "remedy"),
+    [
+        ("olmo3", {"rope_parameters": {"rope_theta": 5e5}}, "write rope_theta and rope_scaling"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "write partial_rotary_factor beside",
+        ),
+    ],
+)
+def test_rotations_stand_where_sglang_reads_them(
+    architecture: str, fields: dict, remedy: str, tmp_path: Path
+) -> None:
+    model = make(tmp_path / "model", architecture)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | fields))
+    assert remedy in refusal(model)
+
+
+def test_a_part_of_a_head_stands_where_sglang_reads_it(tmp_path: Path) -> None:
+    model = make(tmp_path / "model", "phi3")
+    config = json.loads((model / "config.json").read_text())
+    part = {"partial_rotary_factor": 0.5}
+    rope = config["rope_parameters"] | part
+    (model / "config.json").write_text(json.dumps(config | part | {"rope_parameters": rope}))
+    check_model_folder(model)
+
+
 def test_one_set_of_files_is_the_checkpoint(model: Path) -> None:
     """SGLang reads every safetensors file without an index; transformers prefers a single one."""
     shutil.copy(model / "model.safetensors", model / "zz_backup.safetensors")

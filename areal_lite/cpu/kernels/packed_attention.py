@@ -2,7 +2,8 @@
 
 The keys that a segment sees are copied side by side first, for each group of heads. `ROWS` queries
 are computed together, so that each vector of keys or values is loaded once for all of them. Scores
-are computed again for the gradient. No more than [ROWS, most keys] of them exist at a time.
+are computed again for the gradient. No more than [ROWS, most keys] of them exist at a time. With a
+window, keys before that of the first of these queries are left out.
 """
 
 # numba passes the first argument of an intrinsic itself.
@@ -32,13 +33,14 @@ def attend(query, key, value, spans, scale, out, log_sums):
     Args:
         query: float32 [tokens, heads, dim]; dim is a multiple of 16.
         key, value: float32 [tokens, groups, dim]; a group serves heads / groups heads.
-        spans: queries, keys and index of areal_lite.megatron.kernels.Spans.
+        spans: queries, keys and index of areal_lite.megatron.kernels.Spans, and the window: how
+            many of its keys a token sees at most.
         scale: float32.
         out: as query, written.
         log_sums: float32 [tokens, heads], written: log Σ exp(scale · query · K).
     """
     (_, heads, dim), groups = query.shape, key.shape[1]
-    queries, bounds, index = spans
+    queries, bounds, index, window = spans
     longest = _whole_vectors(np.diff(bounds).max())
     keys, values = np.empty((dim, longest), np.float32), np.empty((longest, dim), np.float32)
     weights = np.empty((ROWS, longest), np.float32)
@@ -53,12 +55,14 @@ def attend(query, key, value, spans, scale, out, log_sums):
             for row in range(start, end, ROWS):
                 some = query[row : min(row + ROWS, end), head]
                 first = before + row - start
-                known = first + len(some)
-                _products(some, keys, known, weights)
+                known, low = first + len(some), _first_vector(first, window)
+                _products(some, keys[:, low:], known - low, weights)
                 for r in range(len(some)):
-                    log_sums[row + r, head] = softmax(weights[r, : first + r + 1], scale)
-                _clear(weights, first, len(some))
-                _sums(weights, values[:known], out[row : row + len(some), head])
+                    last = first + r + 1 - low
+                    seen_by = weights[r, max(last - window, 0) : last]
+                    log_sums[row + r, head] = softmax(seen_by, scale)
+                _clear(weights, first - low, len(some), window)
+                _sums(weights, values[low:known], out[row : row + len(some), head])
 
 
 @numba.njit(cache=True, nogil=True, fastmath=True)
@@ -75,7 +79,7 @@ def attend_backward(query, key, value, spans, scale, results, grad_out, gradient
         gradients: as (query, key, value), written; those of key and value are zero before.
     """
     (_, heads, dim), groups = query.shape, key.shape[1]
-    queries, bounds, index = spans
+    queries, bounds, index, window = spans
     out, log_sums = results
     grad_query, grad_key, grad_value = gradients
     longest = _whole_vectors(np.diff(bounds).max())
@@ -93,7 +97,7 @@ def attend_backward(query, key, value, spans, scale, results, grad_out, gradient
                 _head_backward(
                     (query[own, head], out[own, head], log_sums[own, head], grad_out[own, head]),
                     (keys, values, rows[: len(seen)]),
-                    scale,
+                    (scale, window),
                     scratch,
                     grad_query[own, head],
                     sums,
@@ -103,13 +107,13 @@ def attend_backward(query, key, value, spans, scale, results, grad_out, gradient
 
 
 @numba.njit(cache=True, nogil=True, fastmath=True)
-def _head_backward(of_queries, of_keys, scale, scratch, grad_query, sums):
+def _head_backward(of_queries, of_keys, settings, scratch, grad_query, sums):
     """Set the gradient of a segment's queries, and add those of its keys and values to `sums`.
 
     Args:
         of_queries: queries, results, their log_sums and gradients, of one head.
         of_keys: columns of keys and of values, and rows of keys, of one group.
-        scale: of `attend`.
+        settings: scale and window of `attend`.
         scratch: float32 [2, ROWS, most keys].
         grad_query: as the queries, written.
         sums: float32 [2, most keys, dim], added to.
@@ -117,23 +121,32 @@ def _head_backward(of_queries, of_keys, scale, scratch, grad_query, sums):
     query, out, log_sums, grad_out = of_queries
     keys, values, rows = of_keys
     weights, slopes = scratch
+    scale, window = settings
     before = len(rows) - len(query)
     for row in range(0, len(query), ROWS):
         q, g = query[row : row + ROWS], grad_out[row : row + ROWS]
         count, first = len(q), before + row
-        known = first + count
-        _products(q, keys, known, weights)
-        _products(g, values, known, slopes)
+        known, low = first + count, _first_vector(first, window)
+        _products(q, keys[:, low:], known - low, weights)
+        _products(g, values[:, low:], known - low, slopes)
         for r in range(count):
             delta = np.float32(0)
             for d in range(q.shape[1]):
                 delta += g[r, d] * out[row + r, d]
-            _slopes(weights[r, : first + r + 1], slopes[r], scale, log_sums[row + r], delta)
-        _clear(weights, first, count)
-        _clear(slopes, first, count)
-        _sums(slopes, rows[:known], grad_query[row : row + count])
-        _add_products(slopes, q, sums[0, :known])
-        _add_products(weights, g, sums[1, :known])
+            last = first + r + 1 - low
+            least = max(last - window, 0)
+            _slopes(weights[r, least:last], slopes[r, least:], scale, log_sums[row + r], delta)
+        _clear(weights, first - low, count, window)
+        _clear(slopes, first - low, count, window)
+        _sums(slopes, rows[low:known], grad_query[row : row + count])
+        _add_products(slopes, q, sums[0, low:known])
+        _add_products(weights, g, sums[1, low:known])
+
+
+@numba.njit(cache=True, nogil=True)
+def _first_vector(first, window):
+    """Return the first key that some query from `first` on sees, rounded down to whole vectors."""
+    return max(first + 1 - window, 0) // SIZE * SIZE
 
 
 @numba.njit(cache=True, nogil=True)
@@ -197,10 +210,13 @@ def _slopes(scores, slopes, scale, log_sum, delta):
 
 
 @numba.njit(cache=True, nogil=True)
-def _clear(weights, row, count):
-    """Clear the weights of the rows from `row` on for later keys, and those of missing rows."""
+def _clear(weights, row, count, window):
+    """Clear the weights of keys that rows from `row` on do not see, and those of missing rows."""
     for r in range(ROWS):
-        for j in range(row + r + 1 if r < count else 0, row + count):
+        last = row + r + 1 if r < count else 0
+        for j in range(last - window):
+            weights[r, j] = 0
+        for j in range(last, row + count):
             weights[r, j] = 0
 
 

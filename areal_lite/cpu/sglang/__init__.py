@@ -9,6 +9,7 @@ SGLang itself is not edited. It has extension points for hardware that it does n
 * `attention.py`: an attention backend of one kernel, in place of a loop over sequences in Python.
 * `pages.py`: the allocator of the KV cache, whose kernels SGLang has in Triton only.
 * `decoder.py`: the layers of dense models, by few operators.
+* The windows of Mistral, Qwen and Phi-3, whose models in SGLang have none.
 * `operators.py`: the norm and the rotary embedding, by one kernel each, for other models.
 * `invariant.py`: batch-invariant products and seeded sampling, for `server.deterministic`.
 * `stand_ins.py`: stand-ins for packages that SGLang imports and a text model never uses.
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 _DENSE_MODELS = ("llama.LlamaModel", "qwen2.Qwen2Model", "qwen3.Qwen3Model")
+_MOE = "qwen3_moe.Qwen3MoeModel"
 
 
 def activate() -> str | None:
@@ -34,12 +36,13 @@ def activate() -> str | None:
     from areal_lite.cpu.sglang.invariant import multinomial_with_seed
     from areal_lite.sglang_plugins import push
 
-    around, replace = HookType.AROUND, HookType.REPLACE
+    after, around, replace = HookType.AFTER, HookType.AROUND, HookType.REPLACE
     runner = "model_executor.model_runner.ModelRunner"
     for target, hook, kind in (
-        ("entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER),
+        ("entrypoints.engine._set_envs_and_config", _fork_workers, after),
         ("managers.scheduler.Scheduler._should_defer_prefill", _defer_while_decoding, around),
         *((f"models.{model}.forward", _forward, around) for model in _DENSE_MODELS),
+        *((f"models.{model}.__init__", _set_windows, after) for model in (*_DENSE_MODELS, _MOE)),
         ("layers.logits_processor.LogitsProcessor._compute_lm_head", _lm_head, around),
         (f"{runner}.maybe_enable_batch_invariant_mode", _make_invariant, replace),
         ("layers.sampler.multinomial_with_seed", multinomial_with_seed, replace),
@@ -76,6 +79,15 @@ def _forward(*args: Any, **named: Any) -> Any:
     from areal_lite.cpu.sglang import decoder  # SGLang knows its platform by now
 
     return decoder.forward(*args, **named)
+
+
+def _set_windows(_: None, model: Any, *__: Any, **___: Any) -> None:
+    """Give attention the windows of its layers, which these models of SGLang leave out."""
+    from areal_lite.data.model_folder import has_window
+
+    for layer, windowed in zip(model.layers, has_window(model.config), strict=True):
+        if windowed:  # SGLang does not count the token itself
+            layer.self_attn.attn.sliding_window_size = model.config.sliding_window - 1
 
 
 def _lm_head(*args: Any, **named: Any) -> Any:

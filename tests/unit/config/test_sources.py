@@ -11,6 +11,7 @@ from areal_lite.config import (
     TrainConfig,
     find_command,
     load_config,
+    longest_sequence,
     reference_folders,
     save_config,
     source_configs,
@@ -18,7 +19,6 @@ from areal_lite.config import (
 from areal_lite.config.data import shares
 from areal_lite.config.rules import check_rules
 from areal_lite.launch.preflight import check_config
-from areal_lite.tools.memory import longest_sequence
 
 MULTI_TURN = "areal_lite.rollout.workflows.multi_turn:MultiTurn"
 

@@ -10,6 +10,7 @@ import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
 from areal_lite.cpu.kernels import norms
 from areal_lite.cpu.kernels.products import linear
 from areal_lite.cpu.trainer import PackedAttention, rotate
+from areal_lite.megatron.architectures import Rotation
 from areal_lite.megatron.attention import PackedSequences
 from areal_lite.megatron.kernels import Spans
 from areal_lite.megatron.model import RMSNorm
@@ -114,9 +115,10 @@ def test_a_sum_is_normed_and_kept(shape, seed):
     heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (3, 3)]),
     dim=st.sampled_from([16, 32, 80]),
     scale=st.sampled_from([0.1, 1.0, 4.0]),
+    window=st.sampled_from([None, None, 1, 3, 20, 64]),
     seed=st.integers(0, 2**31),
 )
-def test_packed_attention_and_its_gradients(segments, heads, dim, scale, seed):
+def test_packed_attention_and_its_gradients(segments, heads, dim, scale, window, seed):
     """A segment sees its own tokens, and before them some of all tokens."""
     torch.manual_seed(seed)
     lengths = [length for length, _ in segments]
@@ -132,13 +134,15 @@ def test_packed_attention_and_its_gradients(segments, heads, dim, scale, seed):
     def packed(*inputs):
         keys = np.cumsum([0, *map(len, seen)])
         spans = Spans(queries=queries, keys=keys, index=torch.cat(seen).numpy())
-        return PackedAttention()(*inputs, spans).transpose(0, 1)
+        return PackedAttention()(*inputs, spans, window).transpose(0, 1)
 
     def plain(query, key, value):
         attended = []
         for q, index in zip(query.split(lengths), seen, strict=True):
             tensors = (x.transpose(0, 1) for x in (q, key[index], value[index]))
-            mask = torch.ones(len(q), len(index), dtype=torch.bool).tril(len(index) - len(q))
+            place = torch.arange(len(q))[:, None] + len(index) - len(q)
+            back = place - torch.arange(len(index))
+            mask = (back >= 0) & (back < (window or len(index)))
             attended.append(
                 torch.nn.functional.scaled_dot_product_attention(
                     *tensors, attn_mask=mask, enable_gqa=True
@@ -164,7 +168,8 @@ def test_packed_attention_is_used_where_it_fits(changed, fits):
     case = {"dim": 32, "dtype": torch.float32, "length": 50} | changed
     (whole,) = make_microbatches(batch_of([case["length"]]), case["length"])
     local = local_tokens(whole, 1, 0, case["length"])
-    packed = PackedSequences.build(local, torch.ones(case["dim"] // 2), case["dtype"])
+    rotation = Rotation(torch.ones(4), 1.0)  # of a part of each head
+    packed = PackedSequences.build(local, [rotation], case["dim"], case["dtype"])
     assert (packed.spans is not None) == fits and (packed.segments is None) == fits
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
+from areal_lite.megatron.architectures import Rotation
 from areal_lite.megatron.attention import PackedSequences, by_segment, causal_varlen
 from areal_lite.megatron.kernels import rotate
 from areal_lite.megatron.packing import (
@@ -149,27 +150,32 @@ def test_padding_fills_up_to_a_multiple():
 
 
 @settings(max_examples=25, deadline=None)
-@given(tries(), st.sampled_from([1, 2, 3]), st.integers(0, 9))
-def test_attention_agrees_with_that_of_whole_sequences(batch, size, extra):
+@given(
+    tries(),
+    st.sampled_from([1, 2, 3]),
+    st.integers(0, 9),
+    st.sampled_from([None, None, 1, 2, 5, 100]),
+)
+def test_attention_agrees_with_that_of_whole_sequences(batch, size, extra, window):
     """Keys and values are gathered here. All is float64."""
     torch.manual_seed(0)
-    inv_freq = torch.tensor([1.0, 0.1], dtype=torch.float64)
+    rotation = Rotation(torch.tensor([1.0, 0.1], dtype=torch.float64), 1.3)
     (whole,) = make_microbatches(batch, 10_000)
     (plain,) = make_microbatches(batch, 10_000, share=False)
     vocab = int(whole.tokens.max()) + 1
     tables = [torch.randn(vocab, heads, 4, dtype=torch.float64) for heads in (4, 2, 2)]
 
     def attend(ranks: list[LocalTokens]) -> list[torch.Tensor]:
-        packed = [PackedSequences.build(rank, inv_freq, torch.float64) for rank in ranks]
+        packed = [PackedSequences.build(rank, [rotation], 4, torch.float64) for rank in ranks]
         rotated = [
-            [rotate(x[rank.tokens], p.cos, p.sin) for x in tables[:2]] + [tables[2][rank.tokens]]
+            [rotate(x[rank.tokens], *p.angles[0]) for x in tables[:2]] + [tables[2][rank.tokens]]
             for rank, p in zip(ranks, packed)
         ]
         key, value = (torch.cat([three[i] for three in rotated]) for i in (1, 2))
         outputs = []
         for p, (query, *_) in zip(packed, rotated):
             keys = slice(None) if p.key_index is None else p.key_index
-            outputs.append(by_segment(query, key[keys], value[keys], p.segments))
+            outputs.append(by_segment(query, key[keys], value[keys], p.segments, window))
         return outputs
 
     (expected,) = attend(split(plain, 1, 0))
@@ -184,9 +190,11 @@ def test_attention_agrees_with_that_of_whole_sequences(batch, size, extra):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a GPU")
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("shared", [0, 200])
-def test_flash_attention_sees_the_same_tokens(size, shared):
+@pytest.mark.parametrize("window", [None, 50])
+def test_flash_attention_sees_the_same_tokens(size, shared, window):
     torch.manual_seed(0)
-    inv_freq = torch.tensor([1.0] * 32)
+    rotation = Rotation(torch.tensor([1.0] * 32), 1.0)
+    on_gpu = Rotation(rotation.frequencies.cuda(), 1.0)
     batch = batch_of([300, 7, 265, 300])
     ends = batch.cu_seqlens
     for start in ends[[2, 3]]:
@@ -196,14 +204,14 @@ def test_flash_attention_sees_the_same_tokens(size, shared):
     ranks = split(whole, size, 5)
     ids = torch.cat([rank.tokens for rank in ranks])
     for rank in ranks:
-        slow = PackedSequences.build(rank, inv_freq, torch.float32)
-        fast = PackedSequences.build(rank, inv_freq.cuda(), torch.bfloat16)
+        slow = PackedSequences.build(rank, [rotation], 64, torch.float32)
+        fast = PackedSequences.build(rank, [on_gpu], 64, torch.bfloat16)
         assert fast.segments is None
         query = q[rank.tokens]
         keys = slice(None) if slow.key_index is None else slow.key_index
         kv = k[ids][keys].float(), v[ids][keys].float()
-        exact = by_segment(query.float(), *kv, slow.segments)
+        exact = by_segment(query.float(), *kv, slow.segments, window)
         tensors = query.cuda(), k[ids][keys].cuda(), v[ids][keys].cuda()
         bounds = fast.cu_seqlens_q, fast.cu_seqlens_kv, fast.max_seqlen_q, fast.max_seqlen_kv
-        flash = causal_varlen(*tensors, *bounds)
+        flash = causal_varlen(*tensors, *bounds, window)
         assert (flash.float().cpu() - exact).abs().max() < 0.03

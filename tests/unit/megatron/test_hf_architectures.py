@@ -1,16 +1,19 @@
 """Configurations in Megatron's terms, and those that are refused: computed, they would be wrong."""
 
+import math
+
 import pytest
 import torch
 from transformers import AutoConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from areal_lite.config import TrainerConfig
 from areal_lite.megatron.architectures import (
+    ARCHITECTURES,
     check_supported,
-    inverse_frequencies,
+    rotations,
     transformer_config,
 )
+from areal_lite.megatron.attention import PackedAttention
 
 SIZES = dict(
     vocab_size=97,
@@ -29,13 +32,21 @@ LLAMA3 = {
 }
 
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
 def config(architecture: str, **fields):
     return AutoConfig.for_model(architecture, **(SIZES | fields))
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "mistral", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_supported(architecture):
-    hf = config(architecture, **({"sliding_window": None} if architecture == "mistral" else {}))
+    hf = config(architecture)
     check_supported(hf, TrainerConfig(tensor_parallel=2))
     made = transformer_config(hf, torch.float32)
     assert made.num_query_groups == 2 and not made.add_bias_linear
@@ -53,27 +64,34 @@ def test_supported(architecture):
         ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu"),
         (
             "llama",
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
-            "rope_type default or llama3",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type default or llama3 or yarn",
         ),
+        (
+            "qwen3",
+            {"rope_parameters": YARN | {"attention_factor": 1.3}},
+            "attention_factor=1.3, but SGLang computes 1.138629",
+        ),
+        (
+            "phi3",
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [2.0] * 8,
+                }
+            },
+            "for phi3: use rope_type default$",
+        ),
+        ("olmo3", {"head_dim": 32}, "head_dim=32 is not supported for olmo3"),
+        ("llama", {"sliding_window": 8}, "sliding_window=8"),
         (
             "llama",
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "over whole heads",
         ),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
-        ("mistral", {}, "sliding_window=4096"),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
-            "sliding_window=8",
-        ),
-        (
-            "qwen3",
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
-            "sliding_window=8",
-        ),
-        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window=8"),
         (
             "qwen3",
             {"num_key_value_heads": 1},
@@ -120,15 +138,33 @@ def test_experts_may_be_split_over_tensor_parallel_ranks():
     assert made.num_moe_experts == 128
 
 
-def test_a_window_that_no_sequence_fills_is_accepted():
-    check_supported(
-        config("mistral", sliding_window=128, max_position_embeddings=128), TrainerConfig()
-    )
-    # No layer of this one has the window.
-    check_supported(
-        config("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=4),
-        TrainerConfig(),
-    )
+@pytest.mark.parametrize(
+    "architecture, fields, windows",
+    [
+        ("mistral", {"sliding_window": 8}, [8, 8, 8, 8]),
+        ("mistral", {"sliding_window": None}, [None] * 4),
+        ("phi3", {"sliding_window": 8}, [8, 8, 8, 8]),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, [8, 8, 8, 8]),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 8}, [None] * 4),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
+            [None, None, None, 8],
+        ),
+        ("smollm3", {"sliding_window": 8}, [None] * 4),
+        ("olmo3", {"sliding_window": 8}, [8, 8, 8, None]),
+    ],
+)
+def test_layers_have_the_windows_of_transformers(architecture, fields, windows):
+    made = transformer_config(config(architecture, **fields), torch.float32)
+    layers = [PackedAttention(made, number, None, "self") for number in (1, 2, 3, 4)]
+    assert [layer.window for layer in layers] == windows
+
+
+def test_smollm3_has_layers_without_a_rotation():
+    made = transformer_config(config("smollm3"), torch.float32)
+    layers = [PackedAttention(made, number, None, "self") for number in (1, 2, 3, 4)]
+    assert [layer.rotates for layer in layers] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("head_dim", [16, 128])
@@ -137,15 +173,43 @@ def test_frequencies_are_those_of_transformers(head_dim):
         "llama", head_dim=head_dim, rope_parameters={"rope_type": "default", "rope_theta": 5e5}
     )
     power = torch.arange(0, head_dim, 2).double() / head_dim
-    torch.testing.assert_close(
-        inverse_frequencies(plain, torch.device("cpu")).double(), 5e5**-power, rtol=1e-6, atol=0
-    )
+    (found,) = rotations(plain, torch.device("cpu"))
+    torch.testing.assert_close(found.frequencies.double(), 5e5**-power, rtol=1e-6, atol=0)
     stretched = config("llama", head_dim=head_dim, rope_parameters=LLAMA3 | {"rope_theta": 1e4})
-    expected, scale = ROPE_INIT_FUNCTIONS["llama3"](stretched, "cpu")
-    got = inverse_frequencies(stretched, torch.device("cpu"))
-    assert scale == 1.0 and got.dtype == torch.float32
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
-    unstretched = 1e4 ** -power.float()
+    ((got, factor),) = rotations(stretched, torch.device("cpu"))
+    assert found.factor == factor == 1.0 and got.dtype == torch.float32
+    # Llama 3.1: frequencies are kept above 4 turns in 64 positions, divided by 8 below 1.
+    unstretched = 1e4**-power
+    turns = 64 * unstretched / (2 * torch.pi)
+    kept = ((turns - 1) / 3).clamp(0, 1)
+    expected = unstretched * (kept + (1 - kept) / 8)
+    torch.testing.assert_close(got.double(), expected, rtol=2e-6, atol=0)
     # Both ends are reached.
-    assert (got == unstretched).any()
-    assert torch.isclose(got, unstretched / LLAMA3["factor"]).any()
+    assert (kept == 1).any() and (kept == 0).any()
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_is_that_of_its_paper(truncate):
+    """Frequencies with more than 32 turns are kept, those with less than 1 are divided by 4."""
+    rope = YARN | {"original_max_position_embeddings": 4096, "truncate": truncate}
+    hf = config("llama", head_dim=128, rope_parameters=rope)
+    ((got, factor),) = rotations(hf, torch.device("cpu"))
+    assert factor == pytest.approx(0.1 * math.log(4) + 1)
+    places = [64 * math.log(4096 / (2 * math.pi * turns)) / math.log(1e4) for turns in (32, 1)]
+    low, high = (math.floor(places[0]), math.ceil(places[1])) if truncate else places
+    ramp = ((torch.arange(64).double() - low) / (high - low)).clamp(0, 1)
+    plain = 1e4 ** -(torch.arange(64).double() / 64)
+    torch.testing.assert_close(got.double(), plain * (1 - ramp + ramp / 4), rtol=2e-6, atol=0)
+
+
+def test_a_part_of_a_head_is_rotated():
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    (found,) = rotations(config("phi3", rope_parameters=rope), torch.device("cpu"))
+    assert found.frequencies.tolist() == pytest.approx([1e4 ** -(i / 4) for i in range(4)])
+
+
+def test_olmo3_stretches_layers_without_a_window_alone():
+    full, windowed = rotations(config("olmo3", rope_parameters=YARN), torch.device("cpu"))
+    (plain,) = rotations(config("olmo3"), torch.device("cpu"))
+    assert torch.equal(windowed.frequencies, plain.frequencies) and windowed.factor == 1.0
+    assert not torch.equal(full.frequencies, plain.frequencies) and full.factor > 1.1

@@ -81,8 +81,10 @@ def shape(name: str, hf) -> tuple[int, ...]:
         "up_proj": width,
         "down_proj": hidden,
         "gate": 5,
-        "q_norm": dim,
-        "k_norm": dim,
+        "q_norm": heads * dim if hf.model_type == "olmo3" else dim,
+        "k_norm": groups * dim if hf.model_type == "olmo3" else dim,
+        "qkv_proj": (heads + 2 * groups) * dim,
+        "gate_up_proj": 2 * width,
     }
     columns = {"o_proj": heads * dim, "down_proj": width}
     module, kind = name.split(".")[-2:]
@@ -103,9 +105,16 @@ def qkv_by_head(tensors: list[torch.Tensor], hf, rank: int, ranks: int) -> torch
 
 def expected(plan, tensors: list[torch.Tensor], hf, rank: int, ranks: int) -> torch.Tensor:
     name, first = plan.names[0], tensors[0]
-    if "q_proj" in name:
+    if "qkv_proj" in name:
+        keys = hf.num_key_value_heads * hf.head_dim
+        tensors = list(first.split([len(first) - 2 * keys, keys, keys]))
+    if "gate_up_proj" in name:
+        tensors = list(first.chunk(2))
+    if "q_norm" in name or "k_norm" in name:
+        return first.tensor_split(ranks)[rank] if hf.model_type == "olmo3" else first
+    if "q_proj" in name or "qkv_proj" in name:
         return qkv_by_head(tensors, hf, rank, ranks)
-    if "gate_proj" in name:
+    if "gate_proj" in name or "gate_up_proj" in name:
         return torch.cat([t.tensor_split(ranks)[rank] for t in tensors])
     if "o_proj" in name or "down_proj" in name:
         return first.tensor_split(ranks, 1)[rank]

@@ -76,3 +76,35 @@ def test_one_segment_after_the_other_is_right(heads, groups, dim):
         return attention.by_segment(query, key, value, list(zip(lengths, lengths)))
 
     assert worst_error(attend, CPU, heads, groups, dim) < TOLERANCE
+
+
+def test_a_window_counts_the_token_itself(monkeypatch):
+    found = []
+
+    def note(*tensors, window_size, enable_gqa):
+        found.append(window_size)
+        return tensors[0]
+
+    monkeypatch.setattr(attention, "varlen_attn", note)
+    x, bounds = torch.zeros(4, 1, 8), torch.tensor([0, 4])
+    for window in (None, 1, 3):
+        attention.causal_varlen(x, x, x, bounds, bounds, 4, 4, window)
+    assert found == [(-1, 0), (0, 0), (2, 0)]
+
+
+@pytest.mark.parametrize("window", [1, 3, 8])
+def test_a_window_is_the_last_keys_of_a_token(window):
+    """The second segment has keys before its own."""
+    torch.manual_seed(0)
+    lengths, known = [6, 4], [6, 9]
+    query = torch.randn(10, 2, 8, dtype=torch.float64)
+    key, value = (torch.randn(15, 1, 8, dtype=torch.float64) for _ in range(2))
+    found = attention.by_segment(query, key, value, list(zip(lengths, known)), window)
+    rows = []
+    for length, first, count, start in ((6, 0, 6, 0), (4, 6, 9, 6)):
+        for i in range(length):
+            last = start + count - length + i + 1
+            seen = slice(max(start, last - window), last)
+            scores = torch.einsum("hd,kd->hk", query[first + i], key[seen, 0]) / 8**0.5
+            rows.append(scores.softmax(-1) @ value[seen, 0])
+    torch.testing.assert_close(found, torch.stack(rows), atol=1e-12, rtol=0)

@@ -25,9 +25,8 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 
 
 def hf_config(architecture: str, **fields):
-    return AutoConfig.for_model(
-        architecture, **(SIZES | (EXPERTS if "moe" in architecture else {}) | fields)
-    )
+    sizes = SIZES | {"pad_token_id": None} | (EXPERTS if "moe" in architecture else {})
+    return AutoConfig.for_model(architecture, **(sizes | fields))
 
 
 @pytest.mark.parametrize("tied", (True, False))

@@ -1,0 +1,206 @@
+"""Each family of models in each layout that it allows, against transformers, and across layouts.
+
+test_architectures.py has the models and layouts that came first. Sequences are up to 39 tokens
+long, so windows of 5 to 7 tokens cut most of them, also the prefixes that they share.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
+
+from tests.ranks.architectures_worker import SETTINGS, VOCAB
+from tests.ranks.engine_worker import random_batch
+from tests.ranks.test_architectures import (
+    LLAMA3,
+    MODELS,
+    launch,
+    make_model,
+    reference_logprobs,
+    weights_of,
+)
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 8.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 1e4,
+}
+UNTIED = {"tie_word_embeddings": False}
+TYPES = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+NO_PAD = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+FAMILIES = {
+    "mistral_window": ("mistral", UNTIED | {"sliding_window": 5}),
+    "qwen2_window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    ),
+    "qwen3_window": (
+        "qwen3",
+        TYPES | {"use_sliding_window": True, "sliding_window": 7, "rope_parameters": YARN},
+    ),
+    "smollm3": ("smollm3", NO_PAD | {"no_rope_layer_interval": 2}),
+    "smollm3_window": (
+        "smollm3",
+        NO_PAD
+        | UNTIED
+        | {"use_sliding_window": True, "sliding_window": 5, "no_rope_layers": [1, 0, 0, 1]}
+        | {"rope_parameters": LLAMA3 | {"rope_theta": 1e4}},
+    ),
+    "llama_yarn": ("llama", UNTIED | {"rope_parameters": YARN}),
+    "qwen2_yarn": ("qwen2", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}}),
+    "phi4": (
+        "phi3",
+        NO_PAD
+        | UNTIED
+        | {"partial_rotary_factor": 0.5}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
+    "phi3_window": ("phi3", NO_PAD | UNTIED | {"sliding_window": 5}),
+    "olmo3": ("olmo3", NO_PAD | UNTIED | TYPES | {"sliding_window": 6}),
+    "olmo3_yarn": (
+        "olmo3",
+        NO_PAD | UNTIED | TYPES | {"sliding_window": 6, "rope_parameters": YARN},
+    ),
+}
+LAYOUTS = {
+    "single": {},
+    "tensor": {"tensor_parallel": 2},
+    "context": {"context_parallel": 2},
+    "pipeline": {"pipeline_parallel": 2},
+    "interleaved": {"pipeline_parallel": 2, "virtual_pipeline": 2},
+    "data": {"data_parallel": 2},
+    "recomputed": {"tensor_parallel": 2, "recompute": "full"},
+    "tensor_pipeline": {"tensor_parallel": 2, "pipeline_parallel": 2},
+    "tensor_context": {"tensor_parallel": 2, "context_parallel": 2},
+    "context_pipeline": {"context_parallel": 2, "pipeline_parallel": 2, "recompute": "full"},
+}
+ADAPTED = ("single", "tensor", "context", "pipeline")
+QUICK = ("single", "tensor", "context")
+CASES = [
+    pytest.param(layout, name, marks=[] if layout in QUICK else [pytest.mark.slow])
+    for layout in LAYOUTS
+    for name in FAMILIES
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("families")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, family in FAMILIES.items():
+            patch.setitem(MODELS, name, family)
+            make_model(name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    """results(layout): what each of its ranks computed. Its processes start once."""
+    names = tuple(FAMILIES)
+    models = {name: str(folder / name) for name in names}
+    saved = str(folder / "checkpoints")
+    return cache(
+        lambda run: launch(
+            LAYOUTS[run], models, names, folder / run, saved=saved, lora=run in ADAPTED
+        )
+    )
+
+
+def reference(folder: Path) -> torch.nn.Module:
+    """Load a model in transformers, which stretches the angles of all layers of OLMo 3.
+
+    The model was trained with stretched angles in its layers without a window only, and SGLang
+    computes it so.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if model.config.model_type == "olmo3":
+        config = AutoConfig.from_pretrained(folder)
+        config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+        plain = Olmo3RotaryEmbedding(config)
+
+        def turn(layer, args, named):
+            angles = plain(args[0], torch.arange(args[0].shape[1])[None])
+            return args, named | {"position_embeddings": angles}
+
+        for layer, kind in zip(model.model.layers, model.config.layer_types, strict=True):
+            if kind == "sliding_attention":
+                layer.register_forward_pre_hook(turn, with_kwargs=True)
+    return model
+
+
+def logprobs(model: torch.nn.Module, seed: int) -> torch.Tensor:
+    with torch.no_grad():
+        return reference_logprobs(model, random_batch(12, VOCAB, seed=seed))
+
+
+@pytest.mark.parametrize("layout, name", CASES)
+def test_a_family_computes_and_trains_as_transformers_do(results, folder, tmp_path, layout, name):
+    first, *others = (rank[name] for rank in results(layout))
+    model = reference(folder / name)
+    expected = logprobs(model, 100)
+    for rank in (first, *others):
+        assert (rank["logprobs"] - expected).abs().max() <= 1e-5
+    betas = (0.9, SETTINGS["adam_beta2"])
+    options = {"lr": SETTINGS["lr"], "eps": SETTINGS["adam_eps"], "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW(model.parameters(), betas=betas, **options)
+    for step in range(3):
+        batch = random_batch(8, VOCAB, seed=step)
+        loss = -reference_logprobs(model, batch).sum() / len(batch.tokens)
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0 and first["gradients"]:
+            gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            assert gradients.keys() == first["gradients"].keys()
+            for key, gradient in gradients.items():
+                error = (first["gradients"][key] - gradient).norm() / gradient.norm()
+                assert error <= 1e-4, key
+        optimizer.step()
+        assert first["metrics"][step]["loss"] == pytest.approx(loss.item(), rel=2e-5)
+    expected = logprobs(model, 101)
+    for rank in (first, *others):
+        assert (rank["updated"] - expected).abs().max() <= 1e-5
+        assert (rank["loaded"] - rank["updated"]).abs().max() <= 1e-5
+    exported = folder / layout / f"{name}_updated"
+    assert (logprobs(reference(exported), 101) - expected).abs().max() <= 1e-5
+    model.save_pretrained(tmp_path)
+    before, after = weights_of(folder / name), weights_of(tmp_path)
+    trained = weights_of(exported)
+    assert after.keys() == trained.keys()
+    # Adam divides by the size of a gradient, so the errors of tiny gradients count more than above.
+    for key, tensor in after.items():
+        moved = (tensor - before[key]).norm()
+        assert (trained[key] - tensor).norm() <= 1e-3 * moved, key
+
+
+@pytest.mark.parametrize("layout, name", CASES)
+def test_an_export_gives_the_same_bits_back(results, folder, layout, name):
+    results(layout)
+    before, after = weights_of(folder / name), weights_of(folder / layout / name)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("layout, name", [c for c in CASES if c.values[0] in ADAPTED])
+def test_adapters_are_the_same_in_each_layout_and_their_sum_is_exported(
+    results, folder, layout, name
+):
+    rank, alone = results(layout)[0][name], results("single")[0][name]
+    exported = folder / layout / f"{name}_adapted"
+    assert (logprobs(reference(exported), 101) - rank["adapted"]).abs().max() <= 1e-5
+    before, merged, pushed = weights_of(folder / name), weights_of(exported), rank["adapters"]
+    changed = {key for key, tensor in merged.items() if not torch.equal(tensor, before[key])}
+    names = {key.rpartition(".lora_")[0] for key in pushed}
+    assert changed == {f"{name}.weight" for name in names}
+    for weight in names:
+        a, b = (pushed[f"{weight}.lora_{which}.weight"] for which in "AB")
+        total = before[f"{weight}.weight"] + 2.0 * b @ a
+        torch.testing.assert_close(merged[f"{weight}.weight"], total, atol=1e-6, rtol=0)
+    assert pushed.keys() == alone["adapters"].keys()
+    for key, tensor in alone["adapters"].items():
+        # Adam moves B by 1e-3 in each update.
+        assert (pushed[key] - tensor).abs().max() <= 1e-5, key
