@@ -17,6 +17,7 @@ from areal_lite.megatron.optimizer import is_sharded
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import init_distributed, shutdown
 from areal_lite.megatron.policy import Policy
+from tests.ranks.checkpoint_worker import measured
 from tests.ranks.engine_worker import load, random_batch, save
 
 VOCAB = 97
@@ -93,6 +94,7 @@ def run(job: dict) -> dict:
             batch = random_batch(12, VOCAB, seed=101)
             results[name]["updated"] = engine.logprobs(make_microbatches(batch, 64))
         if checkpoint := job.get("saved"):
+            batch = random_batch(12, VOCAB, seed=101)
             if not (where := Path(checkpoint, name)).exists():
                 save(engine, where)
             loaded = Policy(settings, folder, seed=1)
@@ -100,6 +102,9 @@ def run(job: dict) -> dict:
             results[name]["loaded"] = loaded.logprobs(make_microbatches(batch, 64))
         if job.get("lora"):
             results[name] |= adapted(settings, folder, out / f"{name}_adapted")
+        results[name]["parameters"] = sum(p.numel() for p in engine.model.parameters())
+        if job.get("saved") and dist.get_world_size() == 1:
+            results[name]["memory"] = measured(engine)
     return results
 
 

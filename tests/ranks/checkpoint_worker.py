@@ -188,35 +188,7 @@ class Story:
         return {"first": first, "bad": bad, "same": same, "next": self.train(range(2, 3))}
 
     def measured(self) -> dict:
-        """Count parameters, the bytes that autograd keeps, and the bytes of push buckets."""
-        sizes = [p.numel() for p in self.engine.model.parameters()]
-        weights = {p.untyped_storage().data_ptr() for p in self.engine.model.parameters()}
-        tokens = 512
-        batch = one_sequence(tokens)
-        kept: dict[int, torch.Tensor] = {}
-        after_forward = []
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.untyped_storage().data_ptr() not in weights:
-                # Kept alive, so that no two have the same address.
-                kept[tensor.untyped_storage().data_ptr()] = tensor
-            return tensor
-
-        def loss(logprobs, entropy, microbatch):
-            after_forward.append(sum(t.untyped_storage().nbytes() for t in kept.values()))
-            return logprobs.sum() / tokens, {}
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            self.engine.update(make_microbatches(batch, tokens), loss)
-        buckets = [
-            sum(t.nbytes for _, t in bucket) for bucket in self.engine.weights.buckets(60_000)
-        ]
-        return {
-            "parameters": sum(sizes),
-            "kept": after_forward[0],
-            "tokens": tokens,
-            "buckets": buckets,
-        }
+        return measured(self.engine)
 
     def unwritable(self, folder: str) -> str:
         """Save when the last rank cannot write its part; return the error."""
@@ -239,6 +211,36 @@ class Story:
         hold_the_disk()
         checkpoints.save(6, {})
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def measured(engine: Policy) -> dict:
+    """Count parameters, the bytes that autograd keeps, and the bytes of push buckets."""
+    sizes = [p.numel() for p in engine.model.parameters()]
+    weights = {p.untyped_storage().data_ptr() for p in engine.model.parameters()}
+    tokens = 512
+    batch = one_sequence(tokens)
+    kept: dict[int, torch.Tensor] = {}
+    after_forward = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            # Kept alive, so that no two have the same address.
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def loss(logprobs, entropy, microbatch):
+        after_forward.append(sum(t.untyped_storage().nbytes() for t in kept.values()))
+        return logprobs.sum() / tokens, {}
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        engine.update(make_microbatches(batch, tokens), loss)
+    buckets = [sum(t.nbytes for _, t in bucket) for bucket in engine.weights.buckets(60_000)]
+    return {
+        "parameters": sum(sizes),
+        "kept": after_forward[0],
+        "tokens": tokens,
+        "buckets": buckets,
+    }
 
 
 def one_sequence(length: int) -> TrainBatch:

@@ -12,6 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
+from areal_lite.config import TrainerConfig
+from areal_lite.tools.memory import activation_bytes_per_token, rank_parameters
 from tests.ranks.architectures_worker import SETTINGS, VOCAB
 from tests.ranks.engine_worker import random_batch
 from tests.ranks.test_architectures import (
@@ -204,3 +206,20 @@ def test_adapters_are_the_same_in_each_layout_and_their_sum_is_exported(
     for key, tensor in alone["adapters"].items():
         # Adam moves B by 1e-3 in each update.
         assert (pushed[key] - tensor).abs().max() <= 1e-5, key
+
+
+@pytest.mark.parametrize("layout, name", CASES)
+def test_the_plan_counts_the_parameters_of_each_rank(results, folder, layout, name):
+    ranks, trainer = results(layout), TrainerConfig(**LAYOUTS[layout])
+    stages = [number * trainer.pipeline_parallel // len(ranks) for number in range(len(ranks))]
+    hf = AutoConfig.from_pretrained(folder / name)
+    for rank, stage in zip(ranks, stages, strict=True):
+        assert rank[name]["parameters"] == sum(rank_parameters(hf, trainer, stage))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_plan_knows_what_autograd_keeps(results, folder, name):
+    got, hf = results("single")[0][name]["memory"], AutoConfig.from_pretrained(folder / name)
+    planned = got["tokens"] * activation_bytes_per_token(hf, TrainerConfig(), 4, 0)
+    head = got["tokens"] * hf.hidden_size * 2 * 4  # the last norm, and what the head keeps
+    assert got["kept"] == pytest.approx(planned + head, rel=0.15)
