@@ -8,19 +8,22 @@ from __future__ import annotations
 import json
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from areal_lite.config import TrainerConfig
+from areal_lite.config import TrainConfig, TrainerConfig
+from areal_lite.controller.protocol import PushTargets
 from areal_lite.data.model_folder import check_weights
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.servers.blocking import post
 from areal_lite.servers.registry import ServerInfo
+from areal_lite.weights.push import WeightPusher
 from tests.integration.test_memory_push import push, running
 from tests.ranks import test_architectures
 from tests.ranks.engine_worker import random_batch
@@ -114,3 +117,38 @@ def test_server_and_trainer_agree(tmp_path, current_entry_points, monkeypatch, n
     for (folder, _), prompt, (tokens, logprobs) in zip(pushed, prompts, answers):
         expected = trained(folder, prompt + tokens)
         assert np.abs(np.array(logprobs) - expected).max() <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["phi4", "olmo3"])
+def test_a_server_adds_adapters_to_the_matrices_of_its_file(
+    tmp_path, current_entry_points, monkeypatch, name
+):
+    model = make_model(name, tmp_path / "model", monkeypatch)
+    merged = changed(model, tmp_path / "merged")
+    torch.manual_seed(6)
+    weights, adapters = load_file(model / "model.safetensors"), []
+    for key in [key for key in weights if "_proj." in key]:
+        a, b = torch.randn(2, weights[key].shape[1]), 0.1 * torch.randn(len(weights[key]), 2)
+        each = key.removesuffix(".weight")
+        adapters += [(f"{each}.lora_A.weight", a), (f"{each}.lora_B.weight", b)]
+        weights[key] += 2.0 * b @ a
+    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+    config = TrainConfig(model=str(model))
+    config.sync.transport, config.sync.timeout_s = "adapters", 60
+    config.trainer.lora.rank, config.trainer.lora.alpha = 2, 4.0
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with running(model, tmp_path, current_entry_points, "one") as (server,), process_group():
+        stream = SimpleNamespace(buckets=lambda size: iter([adapters]))
+        controller = SimpleNamespace(
+            begin_push=lambda version: PushTargets([server]), pushed=lambda version, failed: None
+        )
+        pusher = WeightPusher(stream, torch.device("cpu"), controller, config, model)
+        try:
+            pusher.push_all(1)
+        finally:
+            pusher.close()
+        prompt = list(range(5, 25))
+        tokens, logprobs = generate(server, prompt)
+    expected = trained(merged, prompt + tokens)
+    assert np.abs(np.array(logprobs) - expected).max() <= 1e-5
