@@ -87,8 +87,8 @@ CHAT = Task(
     groups=8,
     minibatches=1,
     adam_eps=1e-8,
-    rates=dict.fromkeys(("areal_lite", "trl"), (5e-6, 1e-5, 2e-5)),
-    rate_steps=10,
+    rates=dict.fromkeys(("areal_lite", "trl"), (1e-5, 2e-5)),
+    rate_steps=8,
     thresholds=(0.5, 0.7),
     micro_batches=(16, 64),
 )
