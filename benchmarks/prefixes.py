@@ -1,6 +1,6 @@
 """What the trainer saves by computing shared prefixes once, against the plain layout.
 
-    python benchmarks/prefixes.py [--steps 9] [--model FOLDER]
+    python -m benchmarks.prefixes [--steps 9] [--model FOLDER]
 
 One optimizer step of 64 sequences of 128 tokens that share 0, 50, 85 or 95 % of all tokens, in both
 layouts, in turns in one process on one thread. Times are medians of processor time. A step also has
