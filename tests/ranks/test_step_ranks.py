@@ -124,7 +124,8 @@ def test_two_ranks_are_one(results, name, layout):
     assert two == other, "every rank reports the whole step"
     for expected, got in zip(one, two):
         assert expected.keys() == got.keys()
-        for key in expected:
+        # A rank without a sequence to run runs its first one.
+        for key in expected.keys() - {"computed_share"}:
             assert got[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5), key
     for key, tensor in weights.items():
         torch.testing.assert_close(of_two[key], tensor, rtol=0, atol=2e-5)
