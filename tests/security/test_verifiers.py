@@ -100,7 +100,8 @@ def _within_limits(text: str, answer: str, processor_s: float) -> None:
     assert math_reward(text, answer) == 0.0
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < processor_s
-    assert after.ru_maxrss < 2 << 20  # KiB
+    # KiB of the largest child so far: that of another test may have been larger.
+    assert after.ru_maxrss < max(2 << 20, before.ru_maxrss + 1)
 
 
 def test_memory_beyond_the_limit_scores_zero(monkeypatch) -> None:
