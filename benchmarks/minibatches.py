@@ -1,4 +1,4 @@
-"""How many updates should a batch have? One, two and four minibatches, on a toy and a chat model.
+"""Compare one, two and four updates a batch, on a toy and a chat model.
 
     python -m benchmarks.minibatches [--tasks short chat] [--seeds 1 2 3] [--steps 30]
 

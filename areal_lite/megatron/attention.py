@@ -6,7 +6,7 @@ Attention is computed in one of three ways:
 * By a kernel of the device over the packed tokens, where it has one that fits (kernels.py).
 * Otherwise one sequence after the other. Padded blocks of sequences were no faster on a CPU.
 
-Segments see the keys of prefixes that they share, and under context parallelism those of all ranks
+Segments see the keys of prefixes that they share, and under context parallelism keys of all ranks
 (packing.py). Bounds of queries and of keys that differ say so to FlashAttention: the last query of
 a segment sees all its keys. A shared key is copied for each segment that sees it, for the time that
 a layer computes.

@@ -19,7 +19,7 @@ MAX_KEPT = 1 << 31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
-    """Which tokens m segments of packed tokens see; the last token of a segment sees all its keys.
+    """The keys that m segments of packed tokens see; the last token of a segment sees all of them.
 
     Each token before the last one sees one key less.
     """

@@ -227,7 +227,7 @@ class LocalTokens:
     # state and token after it, that the microbatch asks for.
     rows: Tensor  # int64 [r], the token of this rank whose hidden state it is
     targets: Tensor  # int64 [r], the token after it
-    # int64 [t], the row of each token of the microbatch among those of all ranks; after the last
+    # int64 [t], the row of each token of the microbatch among the rows of all ranks; after the last
     # one where the token has no result
     result_index: Tensor
     # int64 [k], the gathered index of every key that each segment sees, segment after segment. The

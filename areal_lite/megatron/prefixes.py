@@ -9,8 +9,8 @@ traces of an episode their history. A *node* is a distinct prefix, computed as i
     sequence 2   a b c              0 1 2       no branch
 
 A branch is what a sequence adds to the trie, so there is at most one for each sequence, and the
-nodes that its last token sees are all those of its sequence. Gradients of a shared node add up over
-its sequences, as the chain rule says: results are those of the plain layout up to rounding.
+last token of a branch sees all nodes of its sequence. Gradients of a shared node add up over its
+sequences, as the chain rule says: results equal the plain layout's up to rounding.
 
 In lexicographic order neighbors share most, so one pass over the sorted sequences finds the trie.
 The order is reversed: a sequence that is a prefix of another comes after it and adds nothing.

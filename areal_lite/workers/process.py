@@ -50,7 +50,7 @@ NUM_MARKS = 64
 MARKS = struct.Struct(f"{NUM_MARKS}q")
 MARKS_BYTES = MARKS.size
 STATUS = struct.Struct("i")
-"""What a keeper sends: the worker's exit status."""
+"""The message of a keeper: the worker's exit status."""
 _LENGTH = struct.Struct("<I")
 
 

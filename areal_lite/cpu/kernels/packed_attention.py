@@ -76,7 +76,7 @@ def attend_backward(query, key, value, spans, scale, results, grad_out, gradient
         query, key, value, spans, scale: of `attend`.
         results: out and log_sums of `attend`.
         grad_out: as out.
-        gradients: as (query, key, value), written; those of key and value are zero before.
+        gradients: as (query, key, value), written; the last two are zero before.
     """
     (_, heads, dim), groups = query.shape, key.shape[1]
     queries, bounds, index, window = spans
@@ -108,7 +108,7 @@ def attend_backward(query, key, value, spans, scale, results, grad_out, gradient
 
 @numba.njit(cache=True, nogil=True, fastmath=True)
 def _head_backward(of_queries, of_keys, settings, scratch, grad_query, sums):
-    """Set the gradient of a segment's queries, and add those of its keys and values to `sums`.
+    """Set the gradient of a segment's queries; add the gradients of its keys and values to `sums`.
 
     Args:
         of_queries: queries, results, their log_sums and gradients, of one head.
@@ -211,7 +211,7 @@ def _slopes(scores, slopes, scale, log_sum, delta):
 
 @numba.njit(cache=True, nogil=True)
 def _clear(weights, row, count, window):
-    """Clear the weights of keys that rows from `row` on do not see, and those of missing rows."""
+    """Clear the weights of missing rows, and of keys that rows from `row` on do not see."""
     for r in range(ROWS):
         last = row + r + 1 if r < count else 0
         for j in range(last - window):
