@@ -244,7 +244,7 @@ def proximal_record(step: int, batch: TrainBatch, prox: np.ndarray) -> dict[str,
     logprobs = {}
     for sequence in fitting:
         tokens = batch.token_indices(np.array([sequence]))
-        sampled = tokens[batch.versions[tokens] >= 0]
+        sampled = tokens[batch.sampled[tokens]]
         indices = batch.sample_indices[sequence], batch.trace_indices[sequence]
         logprobs[trace_name(*map(int, indices))] = np.round(prox[sampled].astype(float), 5)
     return {"step": step, "group_id": int(batch.group_ids[0]), "prox": logprobs}

@@ -171,7 +171,7 @@ def flat_batch(batch: TrainBatch, version: int, device: torch.device) -> FlatBat
     behavior, versions = on_device(batch.behavior_logprobs), on_device(batch.versions)
     return FlatBatch(
         version=version,
-        sampled=versions >= 0,
+        sampled=on_device(batch.sampled),
         mask=on_device(batch.loss_mask),
         behavior=behavior,
         versions=versions,
