@@ -69,6 +69,7 @@ PARTS = {
     "head": Part("gpu_parts", 1, "output layer: error, speed, memory"),
     "engine": Part("gpu_parts", 1, "updates, memory against the plan, offload, checkpoint"),
     "fused": Part("gpu_parts", 1, "an update with operators fused, and without"),
+    "prefixes": Part("gpu_prefixes", 1, "prefixes computed once; attention over spans, windows"),
     "agree": Part("gpu_runs", 1, "log-probs of server and trainer; tokens a second"),
     "tags": Part("gpu_runs", 1, "versions of tokens around a push"),
     "order": Part("gpu_runs", 1, "the same KV cache beside an empty and a full GPU", on_cpu=False),
