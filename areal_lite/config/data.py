@@ -49,7 +49,9 @@ class DataConfig:
         None, "Held-out problems. jsonl: the file. hf: a name or folder; null is data.path."
     )
     prompt_key: str = setting("question", "Field of a row with the prompt.")
-    answer_key: str = setting("answer", "Field of a row with the answer to compare with.")
+    answer_key: str = setting(
+        "answer", "Field of a row with the answer to compare with. Empty: none."
+    )
     chat: bool = setting(True, "jsonl, hf: apply the tokenizer's chat template to the prompt.")
     chat_template_kwargs: dict[str, Any] = setting(
         {}, "Variables of the chat template: {enable_thinking: false, today: 2026-12-31}."
@@ -69,7 +71,9 @@ class RewardConfig:
     """The rewards of completions."""
 
     function: str = setting(
-        "", "module:function, called as f(completion: str, answer: str) -> float. It may be async."
+        "",
+        "module:function, called as f(completion: str, answer: str) -> float. It may be async. A "
+        "parameter info gets the other fields of the row.",
     )
     workers: int = setting(1, "Processes that run the function.", within=(1, 1024))
     timeout_s: float = setting(15.0, "Longest time for one reward, in seconds.", within=SECONDS)

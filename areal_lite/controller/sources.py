@@ -319,8 +319,9 @@ class Player:
     async def _scored(self, episode: Episode, played: Played) -> Rollout:
         """Give all traces the reward of the last answer, unless their workflow gave rewards."""
         if played.traces[-1].reward is None:
+            prompt = episode.prompt
             try:
-                reward = await self.source.rewards.score(played.answer, episode.prompt.answer)
+                reward = await self.source.rewards.score(played.answer, prompt.answer, prompt.info)
             except TaskFailed as error:
                 failure = f"no reward: {error}"
                 self._count_failure(episode, "reward", failure)

@@ -3,12 +3,13 @@
 `data.source` names an opener: a key of SOURCES, an entry point of `extensions.DATA`, or
 `module:name` of your own. It is called as f(config, tokenizer, split, **data.args) -> PromptSet.
   * `jsonl`: a file with one JSON object per line;
-  * `hf`: a folder of `<split>*.jsonl` or `<split>*.parquet` files, one such file, a folder made by
-    `save_to_disk`, or a name on the hub.
+  * `hf`: a folder of files `<split>*.jsonl`, `<split>*.parquet` or `<split>*.arrow`, one such file,
+    a folder made by `save_to_disk`, or a name on the hub.
 
 A row's prompt is a string or a list of messages (`role`, `content`), or such a list as JSON. Its
 answer is a string, a number, or an object or list, which is kept as JSON. A key may lead into
-objects: `reward_model.ground_truth`.
+objects: `reward_model.ground_truth`. Its column `tools` has the functions that the chat template
+offers, and all other columns are the prompt's `info`.
 
 Invariants:
   * every row is checked at loading, and an error names the file, the row and the key;
@@ -25,9 +26,11 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
+
+import msgspec
 
 from areal_lite import extensions
 from areal_lite.config import DataConfig
@@ -54,6 +57,8 @@ class Prompt:
     text: str  # the same as the tokens, for people to read
     messages: Sequence[Message] = ()  # of which the chat template made the text, if it is a chat
     source: str = ""  # the name in `data.sources`, if there are any
+    tools: Sequence[dict[str, Any]] = ()  # JSON schemas of functions, which the text offers
+    info: dict[str, Any] = field(default_factory=dict)  # the other columns of the row
 
 
 class PromptSet(Protocol):
@@ -160,20 +165,18 @@ class TextPrompts:
         self._chat = config.chat
         self._prompts: list[Prompt] = []  # without their tokens
         self._own_system_prompts = 0
+        self._left_out: set[str] = set()  # columns
         too_long = []  # their characters
         for row_id, row in rows:
             try:
-                text, messages = self._text(row, config)
-                answer = _answer(row, config.answer_key)
-                is_too_long = self._is_too_long(text, config.max_prompt_tokens)
+                prompt = self._prompt(row_id, row, config)
+                is_too_long = self._is_too_long(prompt.text, config.max_prompt_tokens)
             except ValueError as error:
                 raise ValueError(f"{row_id}: {error}") from error
             if is_too_long:
-                too_long.append(len(text))
+                too_long.append(len(prompt.text))
             else:
-                self._prompts.append(
-                    Prompt(prompt_id=row_id, tokens=[], answer=answer, text=text, messages=messages)
-                )
+                self._prompts.append(prompt)
         self.num_too_long = len(too_long)
         if too_long:
             log.warning(
@@ -188,6 +191,11 @@ class TextPrompts:
             log.warning(
                 "%d prompts have a system message of their own, and not data.system_prompt",
                 self._own_system_prompts,
+            )
+        if self._left_out:
+            log.warning(
+                "columns %s are in no prompt's info: JSON has no such values",
+                ", ".join(sorted(self._left_out)),
             )
         if not self._prompts:
             raise ValueError(
@@ -228,7 +236,28 @@ class TextPrompts:
         # A chat template has written the special tokens.
         return self._tokenizer.encode(text, add_special_tokens=not self._chat)
 
-    def _text(self, row: dict[str, Any], config: DataConfig) -> tuple[str, list[Message]]:
+    def _prompt(self, row_id: str, row: dict[str, Any], config: DataConfig) -> Prompt:
+        """Return the prompt of a row, without its tokens."""
+        tools = _tools(row) if config.chat else []
+        text, messages = self._text(row, config, tools)
+        used = {config.prompt_key, config.answer_key, *(["tools"] if tools else [])}
+        info = {key: value for key, value in row.items() if key not in used}
+        if unsendable := {key for key, value in info.items() if not _is_sendable(value)}:
+            self._left_out |= unsendable
+            info = {key: value for key, value in info.items() if key not in unsendable}
+        return Prompt(
+            prompt_id=row_id,
+            tokens=[],
+            answer=_answer(row, config.answer_key),
+            text=text,
+            messages=messages,
+            tools=tools,
+            info=info,
+        )
+
+    def _text(
+        self, row: dict[str, Any], config: DataConfig, tools: list[dict[str, Any]]
+    ) -> tuple[str, list[Message]]:
         """Return a row's prompt as text, and the messages of a chat."""
         prompt = _value(row, config.prompt_key)
         if prompt == "":
@@ -255,7 +284,7 @@ class TextPrompts:
                 self._own_system_prompts += 1
             else:
                 messages.insert(0, {"role": "system", "content": config.system_prompt})
-        return self._tokenizer.render(messages), messages
+        return self._tokenizer.render(messages, tools), messages
 
 
 def _value(row: dict[str, Any], key: str) -> Any:
@@ -276,8 +305,29 @@ def _value(row: dict[str, Any], key: str) -> Any:
     return value
 
 
+def _is_sendable(value: Any) -> bool:
+    """Return whether JSON has such a value, so that a process of the user gets it unchanged."""
+    try:
+        json.dumps(value)
+        msgspec.msgpack.encode(value)  # has no half surrogate pairs and no integers of 65 bits
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return False
+    return True
+
+
+def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the functions of a row, which has them as a list or as its JSON, if any."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        with suppress(ValueError, RecursionError):
+            tools = json.loads(tools)
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError("'tools' must be a list of JSON schemas of functions; correct the row")
+    return _value({"tools": tools or []}, "tools")
+
+
 def _answer(row: dict[str, Any], key: str) -> str:
-    value = _value(row, key)
+    value = _value(row, key) if key else ""
     if isinstance(value, (dict, list)):
         return json.dumps(value)  # such as the tests of a program
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
@@ -294,13 +344,20 @@ def _messages(prompt: Any) -> list[Message] | None:
             prompt = json.loads(prompt)
     if not isinstance(prompt, list) or not all(isinstance(one, dict) for one in prompt):
         return None
-    messages = [{**one, "content": _plain(one.get("content"))} for one in prompt]
+    # Parquet gives every message every key that one of them has.
+    given = [{key: value for key, value in one.items() if value is not None} for one in prompt]
+    messages = [{**one, "content": _plain(one)} for one in given]
+    for call in (call for one in messages for call in one.get("tool_calls", ())):
+        with suppress(TypeError, KeyError, ValueError, RecursionError):
+            # Chat templates write an object as JSON, and would write JSON as a string.
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     usable = all(isinstance(m.get("role"), str) and m["content"] is not None for m in messages)
     return messages if messages and usable else None
 
 
-def _plain(content: Any) -> str | None:
-    """Return a message's content, which may be a list of parts with text; None for another kind."""
+def _plain(message: Message) -> str | None:
+    """Return a message's text, which may be in parts, and empty beside calls; None for no text."""
+    content = message.get("content", "" if message.get("tool_calls") else None)
     if isinstance(content, list) and content:
         texts = [part.get("text") for part in content if isinstance(part, dict)]
         known = [text for text in texts if isinstance(text, str)]
@@ -324,7 +381,7 @@ def hf_rows(config: DataConfig, split: Split, name: str, part: str) -> Iterator[
     if folder.is_file():
         if split == "eval" and not config.eval_path:
             raise ValueError(f"data.eval_path is not set: {path} is one file, to train on")
-        return _parquet_file(folder) if folder.suffix == ".parquet" else _jsonl_file(folder)
+        return _FILES.get(folder.suffix, _jsonl_file)(folder)
     if not folder.is_dir():
         datasets = _library("datasets")
         return _numbered(part, datasets.load_dataset(path, name or None, split=part))
@@ -362,24 +419,44 @@ def _jsonl_file(path: Path) -> Iterator[Row]:
             yield f"{path.name}:{number}", row
 
 
-def _parquet_file(path: Path) -> Iterator[Row]:
-    parquet = _library("pyarrow.parquet")
+def _table_file(path: Path) -> Iterator[Row]:
+    kind = path.suffix.removeprefix(".").capitalize()
     try:
-        batches = parquet.ParquetFile(path).iter_batches()
+        batches = _parquet_batches(path) if kind == "Parquet" else _arrow_batches(path)
         yield from _numbered(path.name, (row for batch in batches for row in batch.to_pylist()))
     except (_library("pyarrow").ArrowException, UnicodeDecodeError, OSError) as error:
-        raise ValueError(f"{path}: not a Parquet file that can be read: {error}") from None
+        raise ValueError(f"{path}: not {kind} that can be read: {error}") from None
+
+
+def _parquet_batches(path: Path) -> Iterator[Any]:
+    return _library("pyarrow.parquet").ParquetFile(path).iter_batches()
+
+
+def _arrow_batches(path: Path) -> Iterator[Any]:
+    """Yield the batches of an Arrow file, or of a stream in a file, as `datasets` writes them."""
+    ipc, source = _library("pyarrow.ipc"), _library("pyarrow").memory_map(str(path))
+    is_stream = source.read(6) != b"ARROW1"
+    source.seek(0)
+    if is_stream:
+        yield from ipc.open_stream(source)
+    else:
+        reader = ipc.open_file(source)
+        yield from map(reader.get_batch, range(reader.num_record_batches))
+
+
+_FILES = {".jsonl": _jsonl_file, ".parquet": _table_file, ".arrow": _table_file}
+"""The readers of files, by suffix."""
 
 
 def _folder(folder: Path, split: str) -> Iterator[Row]:
-    files = sorted([*folder.glob(f"{split}*.jsonl"), *folder.glob(f"{split}*.parquet")])
+    files = sorted(file for suffix in _FILES for file in folder.glob(f"{split}*{suffix}"))
     if not files:
         raise ValueError(
-            f"{folder} has no {split}*.jsonl and no {split}*.parquet:"
+            f"{folder} has no {', no '.join(f'{split}*{suffix}' for suffix in _FILES)}:"
             " set data.path, data.args.name and the split's name"
         )
     for file in files:
-        yield from _jsonl_file(file) if file.suffix == ".jsonl" else _parquet_file(file)
+        yield from _FILES[file.suffix](file)
 
 
 def _saved_data_set(folder: Path, split: str) -> Any:

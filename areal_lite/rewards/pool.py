@@ -3,6 +3,8 @@
 The time-out counts from the start of a sample's execution, however long the sample waited.
 """
 
+from typing import Any
+
 from areal_lite.rewards.worker import Sample
 from areal_lite.workers.pool import Task, WorkerPool
 from areal_lite.workers.process import Done, Failed, unpack
@@ -27,12 +29,14 @@ class RewardPool(WorkerPool):
         # Moving average of execution times; assume slow samples at first.
         self._mean_s = 1.0
 
-    async def score(self, completion: str, answer: str) -> float:
-        """Return the reward of a completion, which is finite.
+    async def score(
+        self, completion: str, answer: str, info: dict[str, Any] | None = None
+    ) -> float:
+        """Return the reward of a completion, which is finite. `info` is of its prompt.
 
         Raises TaskFailed if this sample fails, RuntimeError if the pool cannot be used.
         """
-        return unpack(await self.call(Sample(completion, answer)), float)
+        return unpack(await self.call(Sample(completion, answer, info or {})), float)
 
     def depth(self) -> int:
         return _PIPELINE_DEPTH if self._mean_s < _PIPELINE_BELOW_S else 1

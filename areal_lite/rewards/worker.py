@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from numbers import Real
+from typing import Any
 
 import msgspec
 
@@ -20,19 +21,21 @@ ENV_TIMEOUT_S = "AREAL_LITE_REWARD_TIMEOUT_S"
 
 
 class Sample(msgspec.Struct, array_like=True):
-    """A completion to score against its answer."""
+    """A completion to score against its answer, and the other columns of its row."""
 
     completion: str
     answer: str
+    info: dict[str, Any] = {}
 
 
-RewardFunction = Callable[[str, str], float | Awaitable[float]]
+RewardFunction = Callable[..., float | Awaitable[float]]
 
 
 def load_reward_function(name: str) -> RewardFunction:
     """Import the reward function `module:name`.
 
-    Raises ValueError if it cannot be imported or cannot be called as f(completion, answer).
+    Raises ValueError if it cannot be imported or cannot be called as f(completion, answer). It gets
+    the other columns of the row too if it has a parameter `info`.
     """
     if not name:
         raise ValueError(
@@ -41,12 +44,16 @@ def load_reward_function(name: str) -> RewardFunction:
         )
     function = load_object("reward.function", name)
     try:
-        inspect.signature(function).bind("completion", "answer")
+        inspect.signature(function).bind("completion", "answer", **_more(function, {}))
     except TypeError as error:
         raise ValueError(
-            f"reward.function={name} is called as f(completion, answer): {error}"
+            f"reward.function={name} is called as f(completion, answer), or with info=: {error}"
         ) from None
     return function
+
+
+def _more(function: RewardFunction, info: dict[str, Any]) -> dict[str, Any]:
+    return {"info": info} if "info" in inspect.signature(function).parameters else {}
 
 
 def answer_check(name: str) -> Callable[[str], object] | None:
@@ -65,7 +72,7 @@ def execute(
 ) -> float | tuple[str, str]:
     """Call the function, which may be async. Return the reward, or why there is none."""
     try:
-        reward = function(sample.completion, sample.answer)
+        reward = function(sample.completion, sample.answer, **_more(function, sample.info))
         if inspect.iscoroutine(reward):
             reward = runner.run(reward)
     except BaseException as error:  # KeyboardInterrupt and CancelledError too

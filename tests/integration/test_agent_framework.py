@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,24 @@ def test_smolagents_calls_its_tools_and_answers(
         assert "Observation:\n42" in tokenizer.decode(traces[1].tokens.tolist())
 
     asyncio.run(main())
+
+
+def test_the_example_runs_its_agent_and_gives_the_reward(tmp_path: Path) -> None:
+    path = Path(__file__).parents[2] / "examples/openai_agent/my_smolagent.py"
+    agent = runpy.run_path(str(path))["agent"]
+    tokenizer = save_chat_tokenizer(tmp_path)
+    said = [tool_call("add", a=17, b=25), tool_call("final_answer", answer="42")]
+    prompt = chat_prompt(tokenizer, "What is 17 + 25?")
+
+    async def main() -> list[float]:
+        endpoint, rewards = AgentEndpoint(), []
+        await endpoint.start()
+        async with playing(tokenizer, prompt, said, list(said)) as (episodes, _, _):
+            for episode, answer in zip(episodes, ("42", "43"), strict=True):
+                with endpoint.conversations(episode) as (key, _):
+                    asked = replace(prompt, answer=answer)
+                    rewards.append(await agent(endpoint.base_url, key, asked))
+        await endpoint.close()
+        return rewards
+
+    assert asyncio.run(main()) == [1.0, 0.0]

@@ -6,9 +6,12 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 import datasets
+import pyarrow.ipc
+import pyarrow.parquet
 import pytest
 
 from areal_lite.config import DataConfig
@@ -112,6 +115,102 @@ def test_rows_come_as_data_sets_have_them(model: Path, tmp_path: Path) -> None:
         prompts = load_prompts(replace(config, source=source), model, "train")
         assert {prompts[i].text for i in range(3)} == {"<bos>user: 2+2\nassistant: "}
         assert [prompts[i].answer for i in range(3)] == ["4"] * 3
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"at": "Rome"}},
+}
+
+
+def conversation(arguments: object, content: object) -> list[dict]:
+    """Return messages with a call of a tool and its result."""
+    call = {**CALL, "function": {"name": "weather", "arguments": arguments}}
+    return [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Is it warm in Rome?"},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "content": "31", "tool_call_id": "c1"},
+    ]
+
+
+def test_a_conversation_with_tools_is_rendered_as_transformers_does(tmp_path: Path) -> None:
+    """Calls may have their arguments as OpenAI sends them, and no text."""
+    template = (
+        "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+        "{% if m.tool_call_id is defined %}={{ m.tool_call_id }}{% endif %}{% endfor %}"
+    )
+    built = build_char_tokenizer()
+    built.chat_template = template
+    built.save_pretrained(tmp_path)
+    expected = built.apply_chat_template(
+        conversation({"at": "Rome"}, ""), tools=[WEATHER], tokenize=False
+    )
+    rows = [
+        {"messages": conversation('{"at": "Rome"}', None), "tools": [WEATHER], "answer": "no"},
+        {"messages": conversation({"at": "Rome"}, ""), "tools": json.dumps([WEATHER]), "answer": 1},
+    ]
+    prompts = load_prompts(jsonl(tmp_path, rows, prompt_key="messages"), tmp_path, "train")
+    for index in range(2):
+        assert prompts[index].text == expected
+        assert prompts[index].tools == [WEATHER]
+        assert prompts[index].messages == conversation({"at": "Rome"}, "")
+        assert prompts[index].info == {}
+    rows[0]["tools"] = "weather"
+    with pytest.raises(ValueError, match=r"data.jsonl:1: 'tools' must be a list of JSON schemas"):
+        load_prompts(jsonl(tmp_path, rows, prompt_key="messages"), tmp_path, "train")
+
+
+INFO = {"info": {"level": 3, "tags": ["a", None]}, "weight": 0.5, "nan": None, "ü": "ß\n"}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "file.arrow", "stream.arrow"])
+def test_other_columns_come_with_the_prompt(model: Path, tmp_path: Path, kind: str) -> None:
+    """Parquet and Arrow give every message every key: no null of theirs reaches the template."""
+    chat = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?", "name": "x"},
+    ]
+    chat.append({"role": "user", "content": "2+2"})
+    rows = [{"question": chat, "answer": [4, 5], **INFO}, {"question": chat, "answer": [6], **INFO}]
+    path = tmp_path / f"train.{kind}"
+    table = pyarrow.Table.from_pylist(rows)
+    if kind == "jsonl":
+        write(path, rows)
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        new = pyarrow.ipc.new_file if kind == "file.arrow" else pyarrow.ipc.new_stream
+        with new(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=1)
+    for place in (path, tmp_path):
+        prompts = load_prompts(DataConfig(source="hf", path=str(place)), model, "train")
+        assert prompts.num_prompts == 2
+        for prompt, answer in zip((prompts[0], prompts[1]), ("[4, 5]", "[6]")):
+            assert prompt.messages == chat
+            assert (prompt.answer, prompt.info) == (answer, INFO)
+
+
+def test_columns_that_json_lacks_are_named_and_left_out(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = {"question": "2+2", "answer": 4, "day": date(2026, 1, 2), "raw": b"x", "level": 1}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
+    prompts = load_prompts(DataConfig(source="hf", path=str(tmp_path)), model, "train")
+    assert prompts[0].info == {"level": 1}
+    assert "columns day, raw are in no prompt's info" in caplog.text
+    rows = [{"question": "2+2", "answer": 4, "huge": 2**64, "half": "\ud800"}]
+    prompts = load_prompts(jsonl(tmp_path, rows), model, "train")
+    assert prompts[0].info == {} and "columns half, huge" in caplog.text
+
+
+def test_a_row_needs_no_answer_if_the_reward_uses_none(model: Path, tmp_path: Path) -> None:
+    prompts = load_prompts(jsonl(tmp_path, [{"question": "Hi"}], answer_key=""), model, "train")
+    assert prompts[0].answer == ""
 
 
 def test_a_system_prompt_is_only_for_rows_without_one(model: Path, tmp_path: Path, caplog) -> None:

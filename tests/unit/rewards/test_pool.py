@@ -63,6 +63,9 @@ def act(completion, answer):
     bad = {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0"}
     return bad.get(completion, 1.0)
 
+def of_info(completion, answer, info):
+    return info["level"] * len(info["names"]["ü"])
+
 def one_argument(completion):
     return 1.0
 
@@ -125,6 +128,17 @@ async def outcome(pool: RewardPool, completion: str, answer: str = "") -> float 
         return await pool.score(completion, answer)
     except TaskFailed as error:
         return error.reason
+
+
+def test_a_function_with_info_gets_the_other_columns(run) -> None:
+    async def main() -> None:
+        async with RewardPool("bad_rewards:of_info") as pool:
+            levels = range(1, 4)
+            infos = [{"level": level, "names": {"ü": [None, 0.5]}} for level in levels]
+            scores = [pool.score("", "", info) for info in infos]
+            assert await asyncio.gather(*scores) == [2.0, 4.0, 6.0]
+
+    run(main())
 
 
 def test_results_belong_to_their_samples(run) -> None:

@@ -84,7 +84,7 @@ def reward_and_text(tokenizer: Tokenizer, workflow, script: list[str]) -> tuple[
 
 
 def test_every_kind_has_its_code_and_its_command() -> None:
-    agents = ["my_agent.py", "my_other_agent.py", "my_smolagent.py"]
+    agents = ["my_agent.py", "my_other_agent.py"]
     files = ["my_task.py", "my_tools.py", *agents, "my_workflow.py", "my_reward.py"]
     assert list(CODE) == files and len(COMMANDS) == 4
 

@@ -26,7 +26,12 @@ from areal_lite.trajectory import Group
 from areal_lite.workers.pool import TaskFailed, WorkerProcess
 from tests.unit.rollout.episodes import save_chat_tokenizer
 
-WORKFLOWS = '''
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+INFO = {"level": 3, "names": {"ü": [None, 0.5, 2**63]}}
+
+WORKFLOWS = (
+    f"TOOLS, INFO = {TOOLS}, {INFO}"
+    '''
 import asyncio, ctypes, json, os, signal, subprocess, sys, threading, time
 from areal_lite.data.prompts import Prompt
 from areal_lite.rollout.episode import Transcript, grouped
@@ -123,6 +128,12 @@ def feedback(prompt, answers):
 async def together(episodes):
     return [await act(episode) for episode in episodes]
 
+async def rewarded_by_row(episode):
+    transcript = Transcript(episode)
+    await transcript.sample()
+    prompt = episode.prompt
+    return transcript.trajectory(float(prompt.info == INFO and prompt.tools == TOOLS))
+
 class Pid:
     """Write what it does to a file."""
     def __init__(self, file):
@@ -154,6 +165,7 @@ def odd(group):
         raise KeyError("no")
     return "odd" if group.group_id % 2 else None
 '''
+)
 
 
 @pytest.fixture
@@ -219,6 +231,18 @@ async def outcome(
         return await pool.play(what, play, [servers.complete] * len(samples))
     except TaskFailed as error:
         return error
+
+
+def test_a_workflow_gets_the_whole_row(model: Path) -> None:
+    async def main() -> None:
+        row = {"tools": TOOLS, "info": INFO}
+        prompt = Prompt(prompt_id="p", tokens=[5], answer="", text="hi", **row)
+        play = Play(0, [0], prompt, SamplingParams(50, 1.0, (0,)))
+        async with pool_of(model, "workflows:rewarded_by_row") as pool:
+            (played,) = await pool.play("row", play, [Servers().complete])
+        assert played.traces[0].reward == 1.0
+
+    asyncio.run(main())
 
 
 def test_an_episode_is_the_same_as_here(model: Path) -> None:
