@@ -70,6 +70,7 @@ PARTS = {
     "engine": Part("gpu_parts", 1, "updates, memory against the plan, offload, checkpoint"),
     "fused": Part("gpu_parts", 1, "an update with operators fused, and without"),
     "prefixes": Part("gpu_prefixes", 1, "prefixes computed once; attention over spans, windows"),
+    "experts": Part("gpu_experts", 1, "experts at once and one after the other"),
     "agree": Part("gpu_runs", 1, "log-probs of server and trainer; tokens a second"),
     "tags": Part("gpu_runs", 1, "versions of tokens around a push"),
     "order": Part("gpu_runs", 1, "the same KV cache beside an empty and a full GPU", on_cpu=False),

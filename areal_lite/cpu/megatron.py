@@ -34,7 +34,6 @@ CPU_SUBSTITUTIONS = (
             "pipeline_parallel.p2p_communication": 8,
             "tensor_parallel.layers": 8,
             "tensor_parallel.mappings": 5,
-            "transformer.moe.router": 6,
             "utils": 3,
         },
     ),
@@ -76,50 +75,6 @@ CPU_SUBSTITUTIONS = (
         replacement="torch.set_rng_state(new_state)",
         counts={"tensor_parallel.random": 1},
     ),
-    # The dispatcher of experts turns token counts into lists for the all-to-all, and does so on a
-    # stream of its own.
-    Substitution(
-        name="token counts",
-        pattern=r"torch\.is_tensor\(tensor\) and tensor\.is_cuda",
-        replacement="torch.is_tensor(tensor)",
-        counts={"transformer.moe.moe_utils": 1},
-    ),
-    Substitution(
-        name="memory of another stream",
-        pattern=r"tensor\.record_stream\(torch\.cuda\.current_stream\(\)\)",
-        replacement="pass",
-        counts={"transformer.moe.moe_utils": 1},
-    ),
-    Substitution(
-        name="streams",
-        pattern=r"torch\.cuda\.(Stream|current_stream|stream)\(",
-        replacement=r"torch.cpu.\1(",
-        counts={"transformer.moe.token_dispatcher": 4},
-    ),
-    Substitution(
-        name="event",
-        pattern=r"self\.cuda_dtoh_stream\.record_event\(\)",
-        replacement="torch.cpu.Event()",
-        counts={"transformer.moe.token_dispatcher": 1},
-    ),
-    # Experts that are also split by tensor parallelism gather and scatter unequal parts; gloo
-    # supports equal parts only.
-    Substitution(
-        name="gathering of unequal parts",
-        pattern=r"torch\.distributed\.all_gather\(output_tensor_list, input_, group=group\)",
-        replacement="torch.distributed.all_to_all_single(\n"
-        "            output, torch.cat([input_] * world_size), output_split_sizes,"
-        " [len(input_)] * world_size, group=group)",
-        counts={"tensor_parallel.mappings": 1},
-    ),
-    Substitution(
-        name="summing of unequal parts",
-        pattern=r"torch\.distributed\.reduce_scatter\(output, input_tensor_list, group=group\)",
-        replacement="total = input_.clone()\n"
-        "        torch.distributed.all_reduce(total, group=group)\n"
-        "        output.copy_(torch.split(total, input_split_sizes, dim=0)[rank])",
-        counts={"tensor_parallel.mappings": 1},
-    ),
     # On a CPU torch.compile costs more at the start than the few fused operations save later.
     Substitution(
         name="jit fuser",
@@ -152,10 +107,9 @@ ONEDNN_SUBSTITUTIONS = (
     Substitution(
         name="gradient of its weight",
         pattern=r"grad_weight = grad_output\.t\(\)\.matmul\(total_input\)",
-        # oneDNN refuses an empty sum, which occurs for an expert that no token chose.
         replacement="grad_weight = "
         + _ONEDNN.format("total_input.t()", "grad_output.t()")
-        + ".t() if len(total_input) else torch.zeros_like(weight)",
+        + ".t()",
         counts={"tensor_parallel.layers": 1},
     ),
 )

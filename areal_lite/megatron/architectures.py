@@ -39,7 +39,7 @@ from areal_lite.config.rules import check_targets
 from areal_lite.data.model_folder import WINDOWS, check_split, has_window
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 class Source(Protocol):
@@ -334,8 +334,6 @@ def _qwen3_moe(hf: PretrainedConfig) -> dict[str, Any]:
         # The weights of the chosen experts are their probabilities among all experts (true), or
         # among the chosen ones, which then sum to 1 (false).
         "moe_router_pre_softmax": not hf.norm_topk_prob,
-        "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "alltoall",
     }
 
 
@@ -483,8 +481,8 @@ def layout(name: str, hf: PretrainedConfig) -> Parameter:
         if hf.tie_word_embeddings and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"
         return EMBEDDINGS[name]
-    parameter = ARCHITECTURES[hf.model_type].layer[EXPERT.sub("{expert}", layer[2])]
-    expert = EXPERT.search(layer[2])
+    parameter = ARCHITECTURES[hf.model_type].layer[_EXPERT.sub("{expert}", layer[2])]
+    expert = _EXPERT.search(layer[2])
     tensors = (
         f"model.layers.{layer[1]}.{tensor}".format(expert=expert and expert[0])
         for tensor in parameter.names

@@ -41,12 +41,12 @@ _INDEX = "model.safetensors.index.json"
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 
 
-def global_parameters(chunks: Sequence[Backbone]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Iterate over this rank's parameters, without adapters, by their names in the whole model."""
+def global_parameters(chunks: Sequence[Backbone]) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over this rank's matrices, without adapters, by their names in the whole model."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if not is_adapter(name):
-                yield chunk.global_name(name), parameter
+                yield from chunk.matrices(name, parameter)
 
 
 def _is_expert(name: str) -> bool:
@@ -100,7 +100,7 @@ class WeightStream:
         for sender in sorted(senders):
             dist.recv(numbers[0], sender)
 
-    def _parameters(self, chunks: Sequence[Backbone]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def _parameters(self, chunks: Sequence[Backbone]) -> Iterator[tuple[str, Tensor]]:
         """Iterate over this rank's parameters that are sent."""
         return global_parameters(chunks)
 
@@ -180,7 +180,7 @@ class AdapterStream(WeightStream):
     Both are in one bucket, A first. Projections that Megatron fuses have a copy of one A.
     """
 
-    def _parameters(self, chunks: Sequence[Backbone]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def _parameters(self, chunks: Sequence[Backbone]) -> Iterator[tuple[str, Tensor]]:
         for weight, adapter in adapters(chunks):
             yield weight.removesuffix(".weight") + _A, adapter.a
             yield weight.removesuffix(".weight") + _B, adapter.b

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 Operator = TypeVar("Operator", bound=Callable[..., Any])
 
@@ -85,6 +86,86 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     half = x.shape[-1] // 2
     return (x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin).to(x.dtype)
+
+
+def swiglu(projections: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Compute silu(a) * b from [..., 2 n], where a is the first half: [..., n] (arXiv:2002.05202).
+
+    scale: [...], what each row is multiplied with. Only the arguments are kept for backward, which
+    computes silu(a) again.
+    """
+    result = _SwiGLU.apply(projections, scale)
+    assert isinstance(result, Tensor)
+    return result
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, projections: Tensor, scale: Tensor | None) -> Tensor:
+        ctx.save_for_backward(projections, scale)
+        return _swiglu(projections, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _swiglu_backward(*ctx.saved_tensors, grads[0])
+
+
+@fused
+def _swiglu(projections: Tensor, scale: Tensor | None) -> Tensor:
+    a, b = projections.chunk(2, -1)
+    product = F.silu(a) * b
+    return product if scale is None else (product * scale[..., None]).to(product.dtype)
+
+
+@fused
+def _swiglu_backward(projections: Tensor, scale: Tensor | None, grad: Tensor):
+    (a, b), slope = projections.chunk(2, -1), None
+    silu = F.silu(a)
+    if scale is not None:
+        slope = (grad * (silu * b)).sum(-1, dtype=scale.dtype)
+        grad = grad * scale[..., None]
+    parts = torch.ops.aten.silu_backward(grad * b, a.to(grad.dtype)), grad * silu
+    return torch.cat(parts, -1).to(projections.dtype), slope
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return x Wᵀ without a gradient, with the W of each group of rows: [n, out].
+
+    x: [n, in]; weight: [groups, out, in]; ends: int32 [groups], where the rows of a group end.
+    """
+    if _has_grouped_products(x, weight):
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    parts = zip(_groups(x, ends), weight, strict=True)
+    return torch.cat([kernels.linear(rows, matrix) for rows, matrix in parts])
+
+
+def grouped_sums(y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """Return yᵀ x of each group of rows without a gradient: [groups, out, in].
+
+    y: [n, out]; x: [n, in]; ends: as in `grouped_linear`.
+    """
+    if _has_grouped_products(x, y):
+        return F.grouped_mm(y.t(), x, offs=ends)
+    result = x.new_empty(len(ends), y.shape[1], x.shape[1])
+    for matrix, ours, theirs in zip(result, _groups(y, ends), _groups(x, ends), strict=True):
+        matrix.copy_(kernels.linear(theirs.t(), ours.t()).t())
+    return result
+
+
+def _has_grouped_products(*operands: Tensor) -> bool:
+    """Return whether torch multiplies all groups in one kernel: rows of 16 bytes in bfloat16."""
+    return all(
+        x.is_cuda
+        and x.dtype == torch.bfloat16
+        and len(x) > 0
+        and not any(n % 8 for n in x.shape[1:])
+        for x in operands
+    )
+
+
+def _groups(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+    return rows.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
 
 
 def logits_to_keep(device: torch.device, chunk_logits: int) -> int:

@@ -6,12 +6,10 @@ adapters (lora.py). Weights are allocated but not initialized: they come from a 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -32,20 +30,19 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig
 
 from areal_lite.config import LoraConfig, TrainerConfig
 from areal_lite.megatron.architectures import (
     ARCHITECTURES,
-    EXPERT,
     Architecture,
     check_supported,
     padded_vocab,
     transformer_config,
 )
 from areal_lite.megatron.attention import PackedAttention
-from areal_lite.megatron.kernels import fused, kernels
+from areal_lite.megatron.experts import Experts, MixtureOfExperts, RoutingReplay
+from areal_lite.megatron.kernels import kernels, swiglu
 from areal_lite.megatron.lora import freeze_base, linear_layer
 from areal_lite.megatron.parallel import current_device, process_group, transformer_settings
 
@@ -136,117 +133,6 @@ class GatedMLP(MLP):
         return self.linear_fc2(swiglu(projections))
 
 
-def swiglu(projections: Tensor) -> Tensor:
-    """Compute silu(a) * b from [..., 2 n], where a is the first half: [..., n].
-
-    Only `projections` are kept for backward, which computes silu(a) again.
-    """
-    result = _SwiGLU.apply(projections)
-    assert isinstance(result, Tensor)
-    return result
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, projections: Tensor) -> Tensor:
-        ctx.save_for_backward(projections)
-        return _swiglu(projections)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (projections,) = ctx.saved_tensors
-        return _swiglu_backward(projections, grads[0])
-
-
-@fused
-def _swiglu(projections: Tensor) -> Tensor:
-    a, b = projections.chunk(2, -1)
-    return F.silu(a) * b
-
-
-@fused
-def _swiglu_backward(projections: Tensor, grad: Tensor) -> Tensor:
-    a, b = projections.chunk(2, -1)
-    return torch.cat((torch.ops.aten.silu_backward(grad * b, a), grad * F.silu(a)), -1)
-
-
-class RoutingReplay:
-    """The choice of one router, of which it follows the recorded one (algo.routing_replay).
-
-    Server and trainer compute router logits that differ by rounding, and weights move between
-    sampling and training. Where the k-th and the next expert are close, they choose different ones,
-    and the log-prob of a token jumps. Replay of the recorded choice removes that (R3,
-    arXiv:2510.11370).
-
-    * Only the choice is replayed. The weights of the chosen experts are still the softmax of this
-      model's logits, so its router gets their gradient.
-    * Every forward pass of the policy replays. Reference and critic route by themselves.
-    * A token without a recorded route, padding too, is routed by this model's own router.
-
-    Megatron's `RouterReplay` keeps one list of the routers of a process, which here has several
-    models, and replays for all tokens or none. This takes its place, in `layer` of the whole model.
-    """
-
-    def __init__(self, layer: int, device: torch.device):
-        self.layer = layer
-        # [l, top_k], of the tokens that the next forward pass of this rank's router sees
-        self.routes: Tensor | None = None
-        # the recorded routes so far, and those of them that this router would not have chosen
-        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
-
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: Any = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Choose experts, in place of Megatron's own top-k, `default_compute_topk`.
-
-        scores: [l, experts], logits or probabilities. Returns the scores and the numbers of the
-        chosen experts, [l, top_k] each.
-        """
-        values, own = default_compute_topk(scores, topk, num_groups, group_topk)
-        if self.routes is None:
-            return values, own
-        routes = self.routes.long()
-        recorded = routes[:, :1] < scores.shape[1]
-        changed = recorded[:, 0] & (own.sort(dim=1).values != routes).any(dim=1)
-        self.counts += torch.stack((recorded.sum(), changed.sum()))
-        chosen = torch.where(recorded, routes, own)
-        return scores.gather(1, chosen), chosen
-
-
-def install_replay(chunk: Any, device: torch.device) -> list[RoutingReplay]:
-    """Let the routers of a chunk replay. Raises ValueError for a model without experts."""
-    replays = []
-    for layer in chunk.decoder.layers:
-        if not hasattr(layer.mlp, "router"):
-            raise ValueError(
-                "algo.routing_replay=true is for a mixture of experts, and this model has none: "
-                "set it to false"
-            )
-        layer.mlp.router.router_replay = RoutingReplay(layer.layer_number - 1, device)
-        replays.append(layer.mlp.router.router_replay)
-    return replays
-
-
-def changed_share(chunks: Sequence["Backbone"]) -> float:
-    """Return the share of recorded routes that the routers of all ranks would not have chosen.
-
-    It is of the passes since the last call; NaN without recorded routes. Every rank calls it.
-    """
-    replays = [replay for chunk in chunks for replay in chunk.replays]
-    counts = torch.stack([replay.counts for replay in replays]).sum(0)
-    dist.all_reduce(counts)
-    for replay in replays:
-        replay.counts.zero_()
-    recorded, changed = counts.tolist()
-    return changed / recorded if recorded else float("nan")
-
-
 class Backbone(GPTModel):
     """One chunk of layers, with the embedding and the output layer where it is first and last.
 
@@ -262,14 +148,22 @@ class Backbone(GPTModel):
         return hidden_states
 
     def global_name(self, name: str) -> str:
-        """Return the name of a parameter or module with layer and expert of the whole model."""
+        """Return the name of a parameter or module with the layer of the whole model."""
         if not (found := LAYER.search(name)):
             return name
         layer: Any = self.decoder.layers[int(found[0])]
-        name = LAYER.sub(str(layer.layer_number - 1), name)
-        if expert := EXPERT.search(name):
-            name = EXPERT.sub(str(layer.mlp.local_expert_indices[int(expert[0])]), name)
-        return name
+        return LAYER.sub(str(layer.layer_number - 1), name)
+
+    def matrices(self, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the matrices, or vectors, of a parameter by their names in the model.
+
+        A parameter of experts has a matrix for each of them. `parameter` may also be its gradient.
+        """
+        owner = self.get_submodule(name.rpartition(".")[0])
+        if isinstance(owner, Experts):
+            yield from owner.single(self.global_name(name), parameter)
+        else:
+            yield self.global_name(name), parameter
 
     def output_weight(self) -> Tensor:
         """Return the output layer's weight, [V / tp, hidden]; the embedding's where it is tied."""
@@ -354,11 +248,7 @@ def _layer_spec(
 
     Attention finds out about its own layer (attention.py).
     """
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        qk_layernorm=config.qk_layernorm,
-        normalization="RMSNorm",
-    )
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     if architecture.norms_after:
@@ -367,10 +257,12 @@ def _layer_spec(
         layer.self_attn_bda = layer.mlp_bda = ModuleSpec(
             module=NormedSum, params={"config": config, **sizes}
         )
-    if config.num_moe_experts is None:
+    # Megatron builds a layer's MLP from a class.
+    if config.num_moe_experts is not None:
+        layer.mlp = MixtureOfExperts
+    else:
         fc1, fc2 = linear_layer("fc1", lora), linear_layer("fc2", lora)
         layers = MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)
-        # Megatron builds a layer's MLP from a class.
         layer.mlp = type(GatedMLP.__name__, (GatedMLP,), {"layers": layers})
     attention = layer.self_attention.submodules
     attention.linear_qkv = linear_layer("qkv", lora)

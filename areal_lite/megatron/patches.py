@@ -81,19 +81,6 @@ TORCH_ADAMW_FIXES = (
     ),
 )
 
-# Applies without Transformer Engine, for mixtures of experts: `RouterGatingLinearFunction` in
-# megatron/core/transformer/moe/moe_utils.py reads a name that a failed import left undefined.
-# Upstream: no report found; the main branch of August 2026 defines the name as None.
-# Remove with the first release in which moe_utils.py does.
-ROUTER_FIXES = (
-    Substitution(
-        name="Transformer Engine's matrix product",
-        pattern=r"if te_general_gemm is not None",
-        replacement="if HAVE_TE and te_general_gemm is not None",
-        counts={"transformer.moe.moe_utils": 2},
-    ),
-)
-
 # Applies with CUDA: SGLang's dependencies on a GPU machine include packages that Megatron-core also
 # looks for, in megatron/core/inference/contexts/dynamic_context.py and
 # megatron/core/transformer/moe/fused_a2a.py. It needs none of them here, but only an ImportError
@@ -164,8 +151,8 @@ def substitutions(
     `device`: the table of a device without CUDA, None with CUDA.
     """
     table = IMPORT_FIXES if device is None else device
-    if not transformer_engine:
-        table += ROUTER_FIXES + (() if apex else TORCH_ADAMW_FIXES)
+    if not (transformer_engine or apex):
+        table += TORCH_ADAMW_FIXES
     return table + CHECKPOINT_FIXES + GATHER_FIXES
 
 

@@ -31,10 +31,11 @@ from transformers import AutoConfig
 from areal_lite.config import TrainerConfig
 from areal_lite.megatron.architectures import head_dim, rotations
 from areal_lite.megatron.attention import PackedSequences
+from areal_lite.megatron.experts import install_replay
 from areal_lite.megatron.hf import SHARD_BYTES, AdapterStream, WeightStream, export_hf, load_hf
 from areal_lite.megatron.logprobs import Head, ValueLayer, lm_head, value_head
 from areal_lite.megatron.lora import adapters
-from areal_lite.megatron.model import Backbone, Chunks, build_chunks, install_replay
+from areal_lite.megatron.model import Backbone, Chunks, build_chunks
 from areal_lite.megatron.optimizer import (
     apply_gradients,
     build_optimizer,
@@ -361,7 +362,7 @@ class TrainableModel(ParallelModel):
 class Policy(TrainableModel):
     """The trained policy on this rank.
 
-    routing_replay: whether its routers follow the routes of a batch (model.py).
+    routing_replay: whether its routers follow the routes of a batch (experts.py).
     """
 
     def __init__(

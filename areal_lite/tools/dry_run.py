@@ -81,10 +81,6 @@ def run(config: TrainConfig) -> int:
     }
     if trainer.gpu_memory_fraction and config.server.mem_fraction:
         sections["server and trainer on one GPU"] = shared_lines(config, hf, placement)
-    if getattr(hf, "num_experts", 0):
-        sections["mixture of experts"] = [
-            "on a GPU the trainer computes one expert after the other: right, but slow"
-        ]
     texts = ["\n  ".join([title, *lines]) for title, lines in sections.items()]
     show("\n\n".join(texts), 4, sys.stdout)
     return 0

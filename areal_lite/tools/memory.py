@@ -56,6 +56,7 @@ _GRAPH_BYTES = 4 * 2**20
 _PREFILL_TOKENS = 8192
 _LOGPROB_ROWS = 2048
 _SERVING_ITEMSIZE = 2
+_EXPERT_FC1 = "mlp.experts.local_experts.{expert}.linear_fc1.weight"
 # trainer.lora.targets -> the matrix that gets an adapter.
 _ADAPTED = {
     "qkv": "self_attention.linear_qkv.weight",
@@ -131,7 +132,7 @@ def _layer_sizes(hf: PretrainedConfig) -> dict[str, int]:
         "mlp.linear_fc1.weight": 2 * hf.intermediate_size * hidden,
         "mlp.linear_fc2.weight": hf.intermediate_size * hidden,
         "mlp.router.weight": getattr(hf, "num_experts", 0) * hidden,
-        "mlp.experts.local_experts.{expert}.linear_fc1.weight": 2 * expert * hidden,
+        _EXPERT_FC1: 2 * expert * hidden,
         "mlp.experts.local_experts.{expert}.linear_fc2.weight": expert * hidden,
     }
 
@@ -259,8 +260,12 @@ def layer_activations(
     # Query, key and value, rotated query and key, and the output.
     attention = b * (queries + 2 * keys + queries + keys + queries) + 4 * hf.num_attention_heads
     if "mlp.router.weight" in names:
-        # For each expert of a token: a copy of the token, the inside of the MLP, its output.
-        mlp = hf.num_experts_per_tok * b * (5 * hf.moe_intermediate_size / tensor + 2 * hidden)
+        # For each expert of a token: a copy of the token, both projections, their product, and
+        # four numbers of its place and weight. Tensor-parallel ranks share tokens or experts.
+        row = b * (3 * hf.moe_intermediate_size + hidden) + 28
+        if trainer.expert_parallel == 1:
+            row = b * (3 * hf.moe_intermediate_size + hidden * tensor) + 28 * tensor
+        mlp = hf.num_experts_per_tok * row / tensor
     else:
         mlp = b * 3 * hf.intermediate_size / tensor  # both projections and the product
     return (norms + head_norms + attention) / tensor + mlp
@@ -337,7 +342,8 @@ def share_gpu(config: TrainConfig, hf: PretrainedConfig, size: int) -> SharedGpu
 def trainer_bytes(config: TrainConfig, hf: PretrainedConfig) -> int:
     """Estimate what torch's allocator holds for a trainer rank in bfloat16 at its peak.
 
-    Backward works on the gradients of a layer's activations next to the kept ones.
+    Backward works on the gradients of a layer's activations next to the kept ones, and on the
+    gradient of one product of all its experts.
     """
     longest = longest_sequence(config)
     # A sequence longer than a microbatch is one of its own.
@@ -346,6 +352,7 @@ def trainer_bytes(config: TrainConfig, hf: PretrainedConfig) -> int:
     rank = rank_memory(hf, trainer, 2, 0, gpu=True)
     critic = rank.states if config.algo.advantage.estimator == "gae" else 0
     working = int(tokens * layer_activations(hf, trainer, 2, gpu=True))
+    working += 2 * getattr(hf, "num_experts", 0) * _layer_sizes(hf)[_EXPERT_FC1]
     # The head is done when the layers begin.
     peak = rank.total - rank.head + max(rank.head, working) + critic
     return int(peak * (1 + _ROUNDING)) + _LIBRARIES

@@ -26,8 +26,8 @@ from areal_lite.algo.losses import LossOutput, value_loss
 from areal_lite.algo.metrics import combined, effective_sample_size
 from areal_lite.algo.objective import FlatBatch, Objective, batch_metrics, denominator
 from areal_lite.config import LoraConfig, TrainConfig, reference_folders
+from areal_lite.megatron.experts import changed_share
 from areal_lite.megatron.lora import added_share
-from areal_lite.megatron.model import changed_share
 from areal_lite.megatron.packing import Microbatch
 from areal_lite.megatron.parallel import data_parallel_sum
 from areal_lite.megatron.policy import Critic, Policy, TrainableModel

@@ -16,7 +16,7 @@ import torch
 from areal_lite.config import ServerConfig, TrainerConfig
 from areal_lite.data.model_folder import expert_layout
 from areal_lite.launch.server_pool import ServerProcess
-from areal_lite.megatron.model import changed_share
+from areal_lite.megatron.experts import changed_share
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.routes import is_recorded, unrecorded

@@ -36,8 +36,10 @@ SETTINGS = dict(
 class _Gradients(WeightStream):
     """The gradients of the last update, by the names of the checkpoint's tensors."""
 
-    def _value(self, name: str) -> torch.Tensor:
-        return self.own[name].main_grad  # pyright: ignore[reportAttributeAccessIssue]
+    def _parameters(self, chunks):
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                yield from chunk.matrices(name, parameter.main_grad)
 
 
 def gradients(engine: Policy) -> Bucket:

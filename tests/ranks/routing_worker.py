@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lite.config import TrainerConfig
-from areal_lite.megatron.model import changed_share
+from areal_lite.megatron.experts import changed_share
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import init_distributed, shutdown
 from areal_lite.megatron.policy import Policy

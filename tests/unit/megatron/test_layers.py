@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
 from areal_lite.cpu.kernels import norms
-from areal_lite.megatron.kernels import rotate
-from areal_lite.megatron.model import RMSNorm, swiglu
+from areal_lite.megatron.kernels import rotate, swiglu
+from areal_lite.megatron.model import RMSNorm
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -35,8 +35,8 @@ def test_the_gradient_of_swiglu_matches_finite_differences():
 def test_swiglu_keeps_its_input_only():
     x = random(5, 8).requires_grad_()
     result = swiglu(x)
-    (kept,) = cast(Any, result.grad_fn).saved_tensors
-    assert kept is x
+    kept, scale = cast(Any, result.grad_fn).saved_tensors
+    assert kept is x and scale is None
 
 
 def norm(weight: torch.Tensor) -> RMSNorm:

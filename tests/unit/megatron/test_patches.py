@@ -15,7 +15,6 @@ from areal_lite.megatron.patches import (
     CHECKPOINT_FIXES,
     GATHER_FIXES,
     IMPORT_FIXES,
-    ROUTER_FIXES,
     TORCH_ADAMW_FIXES,
     adapt,
     substitutions,
@@ -63,8 +62,8 @@ def test_a_source_that_does_not_fit_is_refused():
     [
         (True, False, CHECKPOINT_FIXES),
         (True, True, CHECKPOINT_FIXES),
-        (False, True, ROUTER_FIXES + CHECKPOINT_FIXES),
-        (False, False, ROUTER_FIXES + TORCH_ADAMW_FIXES + CHECKPOINT_FIXES),
+        (False, True, CHECKPOINT_FIXES),
+        (False, False, TORCH_ADAMW_FIXES + CHECKPOINT_FIXES),
     ],
 )
 def test_each_table_applies_where_it_says(device, transformer_engine, apex, expected):

@@ -1,18 +1,34 @@
 """Routing replay in one router, against its definition in float64."""
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 
-from areal_lite.megatron.model import RoutingReplay
+import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
+from areal_lite.megatron.experts import Router, RoutingReplay
 
 TOKENS, EXPERTS, TOP_K = 40, 12, 3
 
 
-def route(logits: torch.Tensor, **settings) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return Megatron's weight of each expert, and which are chosen."""
-    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
-
-    return topk_routing_with_score_function(logits, TOP_K, **settings)
+def route(
+    logits: torch.Tensor, replay: RoutingReplay | None, normalized: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a router's weight of each expert, and which are chosen."""
+    config = SimpleNamespace(
+        num_moe_experts=EXPERTS,
+        hidden_size=EXPERTS,
+        moe_router_topk=TOP_K,
+        moe_router_pre_softmax=not normalized,
+        params_dtype=torch.float32,
+        sequence_parallel=False,
+    )
+    router = Router(cast(Any, config))
+    router.weight.data, router.replay = torch.eye(EXPERTS), replay
+    chosen, weights = router(logits)
+    mask = torch.zeros(logits.shape, dtype=torch.bool).scatter(1, chosen, True)
+    return torch.zeros_like(logits).scatter(1, chosen, weights), mask
 
 
 def routes_of(dtype: torch.dtype) -> torch.Tensor:
@@ -47,7 +63,7 @@ def test_weights_and_gradients_are_those_of_the_recorded_experts(normalized, dty
     weights = torch.randn(TOKENS, EXPERTS)
     replay = RoutingReplay(0, torch.device("cpu"))
     replay.routes = routes_of(dtype)
-    probs, chosen = route(logits, use_pre_softmax=not normalized, router_replay=replay)
+    probs, chosen = route(logits, replay, normalized)
     expected = brute_force(logits, replay.routes, normalized)
     torch.testing.assert_close(probs.double(), expected, atol=1e-6, rtol=0)
     assert torch.equal(chosen, expected > 0)
@@ -66,14 +82,14 @@ def test_it_counts_the_routes_that_it_would_not_have_chosen() -> None:
     replay.routes[:5] = 255  # no record: never counted
     replay.routes[5:12] = best[5:12, 1:].sort(1).values  # without the best one
     for _ in range(2):
-        route(logits, router_replay=replay)
+        route(logits, replay)
     assert replay.counts.tolist() == [2 * (TOKENS - 5), 2 * 7]
 
 
-def test_without_routes_it_is_megatrons_choice() -> None:
+def test_without_routes_it_is_the_routers_own_choice() -> None:
     logits = torch.randn(TOKENS, EXPERTS)
     replay = RoutingReplay(0, torch.device("cpu"))
-    got = route(logits, router_replay=replay)
-    wanted = route(logits)
+    got = route(logits, replay)
+    wanted = route(logits, None)
     assert all(torch.equal(a, b) for a, b in zip(got, wanted))
     assert replay.counts.tolist() == [0, 0]

@@ -428,20 +428,3 @@ def test_the_dry_run_shows_what_fits(tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr().out.partition("on one GPU")[2].splitlines()[1:4]
     assert [line.split(".")[0].strip() for line in shown] == ["24", "80", "140"]
     assert shown[0].endswith("no room for the trainer") and shown[1].endswith("fits")
-
-
-def test_the_dry_run_says_that_experts_are_slow_on_a_gpu(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    build_char_tokenizer().save_pretrained(tmp_path)
-    AutoConfig.for_model(
-        "qwen3_moe",
-        vocab_size=97,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=4,
-        moe_intermediate_size=32,
-    ).save_pretrained(tmp_path)
-    assert cli.main(["train", "--dry-run", f"model={tmp_path}", "+task=addition"]) == 0
-    assert "on a GPU the trainer computes one expert after the other" in capsys.readouterr().out

@@ -1,0 +1,288 @@
+"""Mixtures of experts: the router, all experts of a rank at once, and routing replay.
+
+A router chooses k experts for each token and weighs their results. Each token becomes k rows, one
+for each of its experts. Rows are sorted by expert, so that two grouped products compute all experts
+of a rank together. The weight of a row is applied between the two products, where a row is short.
+
+Experts are spread over ranks in one of two ways (parallel.py):
+
+* Whole experts (`trainer.expert_parallel`): rows travel to the rank of their expert and back.
+* Parts of each expert (tensor parallelism): each rank computes all tokens with its part, and the
+  results are summed.
+
+Nothing waits for the GPU, except for the number of rows that ranks exchange.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.tensor_parallel import (
+    all_to_all,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer import MegatronModule, TransformerConfig
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from areal_lite.megatron.kernels import grouped_linear, grouped_sums, swiglu
+from areal_lite.megatron.parallel import current_device, process_group
+
+
+class Rows(NamedTuple):
+    """The rows of t tokens, each of which has k experts, in the order of their experts."""
+
+    order: Tensor  # int64 [t k], the index of each row in [t, k]
+    places: Tensor  # int64 [t, k], the rows of each token
+    ends: Tensor  # int32 [experts], where the rows of each expert end
+
+    @classmethod
+    def sort(cls, chosen: Tensor, experts: int) -> "Rows":
+        """Sort the rows of the experts `chosen`, int64 [t, k] below `experts`."""
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        rows, numbers = (torch.arange(n, device=flat.device) for n in (len(flat), experts))
+        places = torch.empty_like(order).scatter_(0, order, rows).view_as(chosen)
+        ends = torch.searchsorted(flat[order], numbers, right=True, out_int32=True)
+        return cls(order, places, ends)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Copy each token to its rows: [t, n] -> [t k, n]."""
+        return _Move.apply(x, self, True)  # pyright: ignore[reportReturnType]
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """Sum the rows of each token: [t k, n] -> [t, n]."""
+        return _Move.apply(rows, self, False)  # pyright: ignore[reportReturnType]
+
+
+class _Move(torch.autograd.Function):
+    """Each direction is the gradient of the other. torch's own would round after each addition."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, rows: Rows, spread: bool) -> Tensor:
+        ctx.rows, ctx.spread = rows, spread
+        if spread:
+            return x.index_select(0, rows.order // rows.places.shape[1])
+        return x.index_select(0, rows.places.flatten()).unflatten(0, rows.places.shape).sum(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _Move.forward(ctx, grads[0], ctx.rows, not ctx.spread), None, None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        return grouped_linear(x, weight, ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, ends = ctx.saved_tensors
+        grad, (needs_x, needs_weight, _) = grads[0].contiguous(), ctx.needs_input_grad
+        return (
+            grouped_linear(grad, weight.transpose(1, 2), ends) if needs_x else None,
+            grouped_sums(grad, x, ends) if needs_weight else None,
+            None,
+        )
+
+
+class Experts(MegatronModule):
+    """The experts of this rank: gated MLPs, in one parameter for each of their two products."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__(config=config)
+        self.group = process_group(parallel_state.get_expert_model_parallel_group())
+        self.split = process_group(parallel_state.get_expert_tensor_parallel_group())
+        assert config.num_moe_experts is not None and config.moe_ffn_hidden_size is not None
+        number = config.num_moe_experts // self.group.size()
+        self.indices = [self.group.rank() * number + i for i in range(number)]
+        width = config.moe_ffn_hidden_size // self.split.size()
+        sizes = dict(dtype=config.params_dtype, device=current_device())
+        # Gate and up projection. Ranks have a part of each.
+        self.linear_fc1 = torch.nn.Parameter(
+            torch.empty(number, 2, width, config.hidden_size, **sizes)
+        )
+        self.linear_fc2 = torch.nn.Parameter(
+            torch.empty(number, config.hidden_size, width, **sizes)
+        )
+        for parameter in self.parameters():
+            set_tensor_model_parallel_attributes(parameter, True, 2, 1)
+            # Tells Megatron which ranks have the same experts.
+            parameter.allreduce = self.group.size() == 1  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        """Compute weighted rows: x [n, hidden], weights [n], ends as in `Rows` -> [n, hidden]."""
+        inner = _GroupedLinear.apply(x, self.linear_fc1.flatten(1, 2), ends)
+        return _GroupedLinear.apply(swiglu(inner, weights), self.linear_fc2, ends)  # pyright: ignore[reportReturnType, reportArgumentType]
+
+    def single(self, name: str, stacked: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the matrices of single experts in `stacked`, of the parameter `name`.
+
+        Their names count experts over the whole model, as in architectures.py.
+        """
+        matrices = stacked.flatten(1, -2)
+        before, _, product = name.rpartition(".")
+        for index, matrix in zip(self.indices, matrices, strict=True):
+            yield f"{before}.local_experts.{index}.{product}.weight", matrix
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        layers = len(sharded_offsets)
+        parts = [(group.rank(), group.size()) for group in (self.group, self.split)]
+        replica = process_group(parallel_state.get_expert_data_parallel_group()).rank()
+        return {
+            prefix + name: ShardedTensor.from_rank_offsets(
+                prefix + name,
+                parameter,
+                *sharded_offsets,
+                (layers, *parts[0]),
+                (layers + 2, *parts[1]),
+                replica_id=(0, 0, replica),
+                prepend_axis_num=layers,
+            )
+            for name, parameter in self.named_parameters()
+        }
+
+
+class Router(torch.nn.Module):
+    """The router of one layer. Every rank has the whole router."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        assert config.num_moe_experts is not None
+        self.top_k, self.over_all = config.moe_router_topk, config.moe_router_pre_softmax
+        sizes = config.num_moe_experts, config.hidden_size
+        weight = torch.empty(sizes, dtype=config.params_dtype, device=current_device())
+        self.weight = torch.nn.Parameter(weight)
+        # Tells Megatron that a rank has the gradient of its own tokens only.
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+        self.replay: RoutingReplay | None = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose experts for tokens [t, hidden]: (int64 [t, k], their weights float32 [t, k])."""
+        scores = F.linear(x, self.weight).float()
+        if self.over_all:
+            scores = scores.softmax(-1)
+        chosen = scores.topk(self.top_k).indices
+        if self.replay is not None:
+            chosen = self.replay(chosen, len(self.weight))
+        weights = scores.gather(1, chosen)
+        return chosen, weights if self.over_all else weights.softmax(-1)
+
+
+class MixtureOfExperts(MegatronModule):
+    """A router and its experts, in place of a layer's MLP."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__(config=config)
+        self.router = Router(config)
+        self.experts = Experts(config)
+
+    def forward(self, hidden_states: Tensor, **_) -> tuple[Tensor, None]:
+        x = hidden_states.flatten(0, -2)
+        chosen, weights = self.router(x)
+        if self.experts.group.size() > 1:
+            out = self._elsewhere(x, chosen, weights)
+        elif (split := self.experts.split).size() > 1:
+            every = (
+                gather_from_sequence_parallel_region(y, group=split) for y in (x, chosen, weights)
+            )
+            out = reduce_scatter_to_sequence_parallel_region(self._here(*every), group=split)
+        else:
+            out = self._here(x, chosen, weights)
+        return out.view_as(hidden_states), None
+
+    def _here(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Compute tokens [t, hidden] with this rank's experts, which are counted from 0."""
+        rows = Rows.sort(chosen, len(self.experts.indices))
+        weights = weights.flatten().gather(0, rows.order)
+        return rows.collect(self.experts(rows.spread(x), weights, rows.ends))
+
+    def _elsewhere(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Compute tokens [t, hidden] with the experts of all ranks of the group."""
+        group, own = self.experts.group, len(self.experts.indices)
+        rows = Rows.sort(chosen, own * group.size())
+        sent = rows.ends.diff(prepend=rows.ends.new_zeros(1))  # rows for each expert
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        # The one time that the GPU is waited for.
+        to, back = torch.stack((sent, received)).view(2, group.size(), own).sum(2).tolist()
+        numbers = torch.arange(own, device=x.device).repeat(group.size())
+        theirs = numbers.repeat_interleave(received, output_size=sum(back))
+        theirs_x = all_to_all(group, rows.spread(x), back, to)
+        weights = all_to_all(group, weights.flatten().gather(0, rows.order), back, to)
+        out = self._here(theirs_x, theirs[:, None], weights[:, None])
+        return rows.collect(all_to_all(group, out, to, back))
+
+
+class RoutingReplay:
+    """The choice of one router, of which it follows the recorded one (algo.routing_replay).
+
+    Server and trainer compute router logits that differ by rounding, and weights move between
+    sampling and training. Where the k-th and the next expert are close, they choose different ones,
+    and the log-prob of a token jumps. Replay of the recorded choice removes that (R3,
+    arXiv:2510.11370).
+
+    * Only the choice is replayed. The weights of the chosen experts are still computed from this
+      model's logits, so its router gets their gradient.
+    * Every forward pass of the policy replays. Reference and critic route by themselves.
+    * A token without a recorded route, padding too, is routed by this model's own router.
+    """
+
+    def __init__(self, layer: int, device: torch.device):
+        self.layer = layer  # of the whole model
+        # [l, top_k], of the tokens that the next forward pass of this rank's router sees
+        self.routes: Tensor | None = None
+        # the recorded routes so far, and those of them that this router would not have chosen
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
+
+    def __call__(self, own: Tensor, experts: int) -> Tensor:
+        """Return the recorded choice of `experts`, and the router's `own` where there is none.
+
+        Both are int64 [l, top_k].
+        """
+        if self.routes is None:
+            return own
+        routes = self.routes.long()
+        recorded = routes[:, :1] < experts
+        changed = recorded[:, 0] & (own.sort(dim=1).values != routes).any(dim=1)
+        self.counts += torch.stack((recorded.sum(), changed.sum()))
+        return torch.where(recorded, routes, own)
+
+
+def install_replay(chunk: Any, device: torch.device) -> list[RoutingReplay]:
+    """Let the routers of a chunk replay. Raises ValueError for a model without experts."""
+    replays = []
+    for layer in chunk.decoder.layers:
+        if not isinstance(layer.mlp, MixtureOfExperts):
+            raise ValueError(
+                "algo.routing_replay=true is for a mixture of experts, and this model has none: "
+                "set it to false"
+            )
+        layer.mlp.router.replay = RoutingReplay(layer.layer_number - 1, device)
+        replays.append(layer.mlp.router.replay)
+    return replays
+
+
+def changed_share(chunks: Sequence[Any]) -> float:
+    """Return the share of recorded routes that the routers of all ranks would not have chosen.
+
+    It is of the passes since the last call; NaN without recorded routes. Every rank calls it.
+    """
+    replays = [replay for chunk in chunks for replay in chunk.replays]
+    counts = torch.stack([replay.counts for replay in replays]).sum(0)
+    dist.all_reduce(counts)
+    for replay in replays:
+        replay.counts.zero_()
+    recorded, changed = counts.tolist()
+    return changed / recorded if recorded else float("nan")
