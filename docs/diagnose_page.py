@@ -116,7 +116,7 @@ These are the keys of a line of metrics.jsonl. A filter adds `filtered_REASON`, 
 adds `replay_…`, and Trajectory Balance adds `log_z`. With `data.sources`, `reward_mean`,
 `uniform_groups_share`, `length_mean`, `trajectories`, `epochs` and the number of `groups` come for
 each source, as in `reward_mean/NAME`. The last column names the findings that a bad value leads to.
-In [wandb](operations.md#wandb) the name of a metric begins with its group, as in
+In [trackers](operations.md#trackers) the name of a metric begins with its group, as in
 `reward/reward_mean`. Metrics without a group are not sent there.
 
 | metric | group | meaning | healthy | findings |

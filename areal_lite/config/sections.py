@@ -361,13 +361,13 @@ class TrainerConfig:
 
 @dataclass
 class LoggerConfig:
-    """The training log in Weights & Biases, besides metrics.jsonl."""
+    """The training log in trackers, besides metrics.jsonl."""
 
-    wandb: str = setting(
-        "off",
-        "offline writes to the run directory and needs no account.",
-        choices=("off", "offline", "online"),
+    trackers: list[str] = setting(
+        [],
+        "wandb, tensorboard, mlflow, trackio, swanlab, or module:Class, any number of them.",
     )
     args: dict[str, Any] = setting(
-        {}, "Arguments of wandb.init, such as logger.args.entity=me logger.args.tags=[a,b]."
+        {},
+        "Arguments by tracker, such as logger.args.wandb.mode=offline.",
     )

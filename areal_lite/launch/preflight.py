@@ -35,6 +35,7 @@ from areal_lite.extensions import DEBUG_MODES, load, load_object, names
 from areal_lite.launch.roles import place_run
 from areal_lite.rewards.worker import load_reward_function
 from areal_lite.rollout.episode import load_workflow
+from areal_lite.run_dir.metrics import tracker_class
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, CONFIG_FILE, METRICS_FILE, STORE_FILE
 from areal_lite.system.files import read_json
 from areal_lite.system.gpus import check_cuda, resolve_device
@@ -140,6 +141,8 @@ def _training(config: TrainConfig) -> None:
     for name in config.rollout.filters:
         if name != zero_variance.__name__:
             load_object("rollout.filters", name)
+    for name in config.logger.trackers:
+        tracker_class(name)
     _prompts_come_again(config)
     for path in config.eval.sets:
         if path.endswith(".jsonl") and not os.path.isfile(path):

@@ -1,4 +1,4 @@
-"""The logs of a run: JSON lines that survive a kill, and Weights & Biases on request.
+"""The logs of a run: JSON lines that survive a kill, and trackers on request.
 
 `metrics.jsonl` has one line per training step, `evals.jsonl` one per evaluation.
 
@@ -7,19 +7,25 @@ writer (a resumed run) cuts it off. JSON has no NaN: numbers that are not finite
 """
 
 import json
+import logging
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Protocol, TextIO
 
 from areal_lite.config import LoggerConfig
-from areal_lite.extensions import TRACKERS, load
+from areal_lite.extensions import TRACKERS, load, load_object, names
 from areal_lite.run_dir.paths import METRICS_FILE
 from areal_lite.system.files import open_regular, sync_path, to_plain, write_atomically
-from areal_lite.system.processes import steady_time
+from areal_lite.system.processes import start_daemon, steady_time
+
+log = logging.getLogger(__name__)
 
 STEP_KEYS = (
     "step",
@@ -40,20 +46,85 @@ STEP_KEYS = (
 
 _AXES = {"metrics": "step", "evals": "version"}
 _LONGEST_LINE = 1 << 28  # bytes
+_FINISH_TIMEOUT_S = 120.0
 
 
 class Tracker(Protocol):
-    """A place for the metrics besides metrics.jsonl. Its calls return, whatever happens there."""
+    """A place for the metrics besides metrics.jsonl.
 
-    def log_step(self, record: Mapping[str, Any]) -> None: ...
+    It is made by `name(run_dir, run_config, **arguments)`, on the thread of all its calls.
+    """
 
-    def log_evaluation(self, record: Mapping[str, Any]) -> None: ...
+    def log_step(self, record: Mapping[str, Any], /) -> None: ...
+
+    def log_evaluation(self, record: Mapping[str, Any], /) -> None: ...
 
     def finish(self) -> None: ...
 
 
+def tracker_class(name: str) -> Callable[..., Tracker]:
+    """Return what makes the tracker `name` of `logger.trackers`.
+
+    Raises ValueError if there is none, or if its package is not installed.
+    """
+    if ":" in name:
+        return load_object("logger.trackers", name)
+    if (found := load(TRACKERS, name)) is None:
+        known = ", ".join(names(TRACKERS)) or "none is installed"
+        raise ValueError(f"logger.trackers: {name} is unknown: choose from module:Class, {known}")
+    if find_spec(found.package) is None:
+        raise ValueError(f"logger.trackers: {name} is not installed: pip install {found.package}")
+    return found
+
+
+class _Tracking:
+    """A tracker on a thread of its own: nothing that it does delays or ends the run.
+
+    After an error there is one warning, and nothing more is sent.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Tracker]):
+        self._name = name
+        self._calls: SimpleQueue[tuple[str, tuple]] = SimpleQueue()
+        self._ended = start_daemon(self._run, make)
+
+    def send(self, call: str, *args: Any) -> None:
+        """Make a call of the tracker soon."""
+        if not self._ended.done():
+            self._calls.put((call, args))
+
+    def finish(self) -> None:
+        """Wait until everything is sent, at most two minutes."""
+        self.send("finish")
+        try:
+            self._ended.result(_FINISH_TIMEOUT_S)
+        except TimeoutError:
+            log.warning(
+                "%s did not end within %.0f s: the run ends without it, and its last metrics may "
+                "be missing there",
+                self._name,
+                _FINISH_TIMEOUT_S,
+            )
+
+    def _run(self, make: Callable[[], Tracker]) -> None:
+        call = "start"
+        try:
+            tracker = make()
+            while call != "finish":
+                call, args = self._calls.get()
+                getattr(tracker, call)(*args)
+        except BaseException as error:  # whatever a tracker raises
+            log.warning(
+                "%s could not %s, and the run goes on without it: %s: %s",
+                self._name,
+                call.replace("_", " "),
+                type(error).__name__,
+                error,
+            )
+
+
 class MetricsLog:
-    """The log of trainer rank 0, which wandb gets, too, if it is configured.
+    """The log of trainer rank 0, which the trackers get, too.
 
     Each record also gets `logged_at`, the wall-clock seconds at which it was written.
     """
@@ -61,11 +132,11 @@ class MetricsLog:
     def __init__(self, run_dir: Path, config: LoggerConfig, run_config: Mapping[str, Any]):
         self._run_dir = Path(run_dir)
         self._file = _open_for_append(self._run_dir / METRICS_FILE)
-        self._wandb: Tracker | None = None
-        if config.wandb != "off":
-            if (tracker := load(TRACKERS, "wandb")) is None:
-                raise ValueError(f"logger.wandb={config.wandb} is not installed here: use off")
-            self._wandb = tracker(self._run_dir, config, run_config)
+        arguments = self._run_dir, to_plain(run_config)
+        self._trackers = [
+            _Tracking(name, partial(tracker_class(name), *arguments, **config.args.get(name, {})))
+            for name in config.trackers
+        ]
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append the record of a training step. Raises ValueError if it lacks one of STEP_KEYS."""
@@ -75,20 +146,20 @@ class MetricsLog:
         record = to_plain({"logged_at": steady_time(), **record})
         # A checkpoint of this step must not outlive its line.
         _write_line(self._file, record, durable=True)
-        if self._wandb is not None:
-            self._wandb.log_step(record)
+        for tracker in self._trackers:
+            tracker.send("log_step", record)
 
     def log_evaluation(self, record: Mapping[str, Any]) -> None:
         """Append the record of an evaluation to evals.jsonl."""
         append_event(self._run_dir, "evals", record, durable=True)
-        if self._wandb is not None:
-            self._wandb.log_evaluation(to_plain(record))
+        for tracker in self._trackers:
+            tracker.send("log_evaluation", to_plain(record))
 
     def close(self) -> None:
-        """Close the file, and end the wandb run if there is one."""
+        """Close the file, and end the trackers."""
         self._file.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        for tracker in self._trackers:
+            tracker.finish()
 
 
 def read_metrics(run_dir: Path, newest: int | None = None) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """The metrics of a training step: the group and the meaning of each.
 
-metrics.jsonl, wandb, Prometheus and docs/diagnose.md have these names. To add a metric, log it, add
-a row here, and run `python docs/diagnose_page.py > docs/diagnose.md`. The page also has the healthy
-range of some.
+metrics.jsonl, trackers, Prometheus and docs/diagnose.md have these names. To add a metric, log it,
+add a row here, and run `python docs/diagnose_page.py > docs/diagnose.md`. The page also has the
+healthy range of some.
 """
 
 GROUPS = {
@@ -125,14 +125,14 @@ GROUPS = {
         "failed": "servers that were left out of the push",
     },
 }
-"""The meaning of each metric, with its unit, by group. wandb shows `group/metric`.
+"""The meaning of each metric, with its unit, by group. Trackers show `group/metric`.
 
-Metrics without a group are not sent to wandb: its axis, what the axis tells as well, wall-clock
-times, and lists.
+Metrics without a group are not sent to trackers: their axis, what the axis tells as well,
+wall-clock times, and lists.
 """
 
 MEANINGS = {key: meaning for group in GROUPS.values() for key, meaning in group.items()}
 """The meaning of each metric."""
 
 GROUP_OF = {key: name for name, group in GROUPS.items() for key in group}
-"""The group of each metric; empty where it is not sent to wandb."""
+"""The group of each metric; empty where trackers do not get it."""

@@ -134,7 +134,10 @@ def test_every_recipe_cites_its_paper_and_the_code_it_was_read_from(preset):
         ),
         ("eval.sets=[nowhere.jsonl]", "eval.sets: nowhere.jsonl: no such file"),
         ("eval.sets=[one/aime,other/aime]", "two have the same name"),
-        ("logger.wandb=sometimes", "logger.wandb=sometimes: choose one of off, offline, online"),
+        (
+            "logger.trackers=[wandbb]",
+            "wandbb is unknown: choose from module:Class, mlflow, swanlab",
+        ),
         ("trainer.lr_schedule=sawtooth", "trainer.lr_schedule=sawtooth: choose one of constant"),
         ("buffer.freshness=never", "buffer.freshness=never: choose one of auto, eager"),
         ("trainer.lr=nan", "trainer.lr=nan: must be more than 0"),
