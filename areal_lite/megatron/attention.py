@@ -19,6 +19,7 @@ layer may also go without a rotation, and layers with a window may have one of t
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -157,6 +158,24 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((kernels.rotate(x[..., :width], cos, sin), x[..., width:]), -1)
 
 
+class _Copies(torch.autograd.Function):
+    """Copy the rows of x at `index`. Their gradients are added up in float32 or better."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.new_zeros(ctx.rows, grad[0].numel(), dtype=dtype)
+        total.index_add_(0, index, grad.flatten(1).to(dtype))
+        return total.to(grad.dtype).unflatten(1, grad.shape[1:]), None
+
+
 @contextmanager
 def _seen(key: Tensor, value: Tensor, index: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Copy the keys and values at `index`, one after the other; None stands for all of them.
@@ -168,21 +187,17 @@ def _seen(key: Tensor, value: Tensor, index: Tensor | None) -> Iterator[tuple[Te
         yield key, value
         return
 
-    def copy(x: Tensor) -> Tensor:
-        # The gradient of an embedding is added up in float32, also in half precision.
-        return F.embedding(index, x.flatten(1)).unflatten(1, x.shape[1:])
-
     def layout(x: Tensor) -> tuple:
         return x.data_ptr(), x.shape, x.stride()
 
-    copies = copy(key), copy(value)
+    copies = _Copies.apply(key, index), _Copies.apply(value, index)
     sources = {layout(x): source.detach() for x, source in zip(copies, (key, value))}
 
     def pack(x: Tensor) -> Tensor | tuple[Tensor]:
         return (sources[layout(x)],) if layout(x) in sources else x
 
     def unpack(x: Tensor | tuple[Tensor]) -> Tensor:
-        return x if isinstance(x, Tensor) else copy(x[0])
+        return x if isinstance(x, Tensor) else x[0].index_select(0, index)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield copies
