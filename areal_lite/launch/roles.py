@@ -24,7 +24,7 @@ from areal_lite.run_dir.resume import start_version, stop_requested
 from areal_lite.system.gpus import divide_gpus, gpu_environment, resolve_device, visible_gpus
 from areal_lite.system.heartbeat import ENV_HEARTBEAT
 from areal_lite.system.network import free_port
-from areal_lite.system.processes import dying_with_me, visible
+from areal_lite.system.processes import dying_with_me, ending, visible
 
 _GRACE_S = 10.0
 _SHOWN_LINES = 20
@@ -149,7 +149,7 @@ class Roles:
             raise RunMoved(self.run_dir, self._opened.readlink())
         if failed := [role for role in self.roles if role.process.poll() not in (None, 0)]:
             role = min(failed, key=lambda r: (r.process.returncode > 0, r.log.stat().st_mtime))
-            raise ProcessFailed(role, f"{role.name} exited with status {role.process.returncode}")
+            raise ProcessFailed(role, f"{role.name} {ending(role.process.returncode)}")
 
     def wait(
         self, roles: list[Role], poll_s: float = 0.2, watch: Callable[[], object] = lambda: None

@@ -57,7 +57,7 @@ from areal_lite.system.gpus import (
     visible_gpus,
 )
 from areal_lite.system.network import LOOPBACK, free_port, listen_address
-from areal_lite.system.processes import back_off_s, die_with_parent, tail, visible
+from areal_lite.system.processes import back_off_s, die_with_parent, ending, tail, visible
 
 LOG = "servers.log"
 _HEALTH_TIMEOUT_S = 5.0
@@ -335,7 +335,7 @@ class ServerPool:
                 self._log(f"{server.name} is announced again: its announcement was removed")
                 announce_server(self._run_dir, server.info)
             await asyncio.sleep(_POLL_INTERVAL_S)
-        return f"{server.name} exited with status {code}"
+        return f"{server.name} {ending(code)}"
 
     def _log(self, text: str) -> None:
         print(visible(text), file=sys.stderr, flush=True)

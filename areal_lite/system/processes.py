@@ -89,6 +89,13 @@ def tail(path: Path, lines: int = 20) -> str:
     return visible("\n".join(path.read_text(errors="replace").splitlines()[-lines:]))
 
 
+def ending(status: int) -> str:
+    """Say how a process with this exit status ended; negative: the signal."""
+    if status != -signal.SIGKILL:
+        return f"exited with status {status}"
+    return "was killed (exit status -9; the kernel does that where memory is full)"
+
+
 def process_namespace() -> str:
     """Return a name of the machine and container in which this process's id is valid."""
     return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"

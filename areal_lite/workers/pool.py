@@ -42,7 +42,7 @@ from typing import Any
 
 import msgspec
 
-from areal_lite.system.processes import visible
+from areal_lite.system.processes import ending, visible
 from areal_lite.workers import process
 
 log = logging.getLogger(__name__)
@@ -225,8 +225,8 @@ class WorkerProcess:
         end.close()
         self._hear()
         if not self._readers:
-            how = "unknown, as its keeper died" if self.status is None else self.status
-            self._retire("died", f"its process ended with status {how}")
+            how = "died with its keeper" if self.status is None else ending(self.status)
+            self._retire("died", f"its process {how}")
             self._pool.workers.remove(self)
             self._file.close()
             self.gone.set_result(None)

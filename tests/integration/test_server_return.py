@@ -79,8 +79,5 @@ def test_killed_and_hung_servers_come_back_at_the_trainers_version(model, tmp_pa
     )
     assert not any(key["SERVERS_KEY"] in log.read_text() for log in (folder / "logs").iterdir())
     supervision = (folder / "logs" / "servers.log").read_text()
-    assert (
-        "server-0 exited with status -9" in supervision
-        and "server-1 is started again" in supervision
-    )
+    assert "server-0 was killed" in supervision and "server-1 is started again" in supervision
     assert "pushed to stale servers only: server-" in (folder / "logs" / "trainer.log").read_text()
