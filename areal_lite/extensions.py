@@ -70,6 +70,14 @@ def cpu_device() -> Device:
     return device
 
 
+def require(module: str, package: str) -> Any:
+    """Import a module of an optional package. Raises ValueError where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is not installed: pip install {package}") from None
+
+
 def load_object(key: str, name: str) -> Callable[..., Any]:
     """Import the callable that the configuration key `key` names, or raise ValueError."""
     module_name, colon, attribute = name.partition(":")

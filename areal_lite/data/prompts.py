@@ -20,7 +20,6 @@ Invariants:
   * a set keeps text and tokenizes on access.
 """
 
-import importlib
 import inspect
 import json
 import logging
@@ -35,7 +34,7 @@ import msgspec
 from areal_lite import extensions
 from areal_lite.config import DataConfig
 from areal_lite.data.tokenizer import Message, Tokenizer
-from areal_lite.extensions import load_object
+from areal_lite.extensions import load_object, require
 from areal_lite.rewards.worker import answer_check
 
 log = logging.getLogger(__name__)
@@ -383,19 +382,11 @@ def hf_rows(config: DataConfig, split: Split, name: str, part: str) -> Iterator[
             raise ValueError(f"data.eval_path is not set: {path} is one file, to train on")
         return _FILES.get(folder.suffix, _jsonl_file)(folder)
     if not folder.is_dir():
-        datasets = _library("datasets")
+        datasets = require("datasets", "datasets")
         return _numbered(part, datasets.load_dataset(path, name or None, split=part))
     if any((folder / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
         return _numbered(part, _saved_data_set(folder, part))
     return _folder(folder, part)
-
-
-def _library(name: str) -> Any:
-    """Import a module of the extra `hf`. Raises ValueError where it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        raise ValueError(f"{name} is not installed: pip install datasets") from None
 
 
 def _jsonl_file(path: Path) -> Iterator[Row]:
@@ -424,17 +415,20 @@ def _table_file(path: Path) -> Iterator[Row]:
     try:
         batches = _parquet_batches(path) if kind == "Parquet" else _arrow_batches(path)
         yield from _numbered(path.name, (row for batch in batches for row in batch.to_pylist()))
-    except (_library("pyarrow").ArrowException, UnicodeDecodeError, OSError) as error:
+    except (require("pyarrow", "datasets").ArrowException, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{path}: not {kind} that can be read: {error}") from None
 
 
 def _parquet_batches(path: Path) -> Iterator[Any]:
-    return _library("pyarrow.parquet").ParquetFile(path).iter_batches()
+    return require("pyarrow.parquet", "datasets").ParquetFile(path).iter_batches()
 
 
 def _arrow_batches(path: Path) -> Iterator[Any]:
     """Yield the batches of an Arrow file, or of a stream in a file, as `datasets` writes them."""
-    ipc, source = _library("pyarrow.ipc"), _library("pyarrow").memory_map(str(path))
+    ipc, source = (
+        require("pyarrow.ipc", "datasets"),
+        require("pyarrow", "datasets").memory_map(str(path)),
+    )
     is_stream = source.read(6) != b"ARROW1"
     source.seek(0)
     if is_stream:
@@ -460,7 +454,7 @@ def _folder(folder: Path, split: str) -> Iterator[Row]:
 
 
 def _saved_data_set(folder: Path, split: str) -> Any:
-    datasets = _library("datasets")
+    datasets = require("datasets", "datasets")
     loaded = datasets.load_from_disk(str(folder))
     if not isinstance(loaded, datasets.DatasetDict):
         return loaded

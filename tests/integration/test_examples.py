@@ -21,6 +21,7 @@ EXAMPLES = (
     "custom_workflow",
     "data_sources",
     "distillation",
+    "environment",
     "mixture_of_experts",
     "openai_agent",
     "program_verifier",
@@ -99,6 +100,8 @@ def run(name: str, folder: Path, model: Path | None, *settings: str) -> Run:
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in EXAMPLES],
 )
 def test_an_example_runs(name: str, tmp_path: Path, warm_model: Path) -> None:
+    if name == "environment":
+        pytest.importorskip("reasoning_gym", reason="pip install reasoning-gym")
     result = run(name, tmp_path / "run", warm_model, *SMALL, "trainer.steps=2")
     assert result.summary["steps"] == result.summary["pushes"] == 2
     assert result.summary["trajectories_lost"] == 0
