@@ -44,6 +44,8 @@ from areal_lite.workers.process import short_text
 SINGLE_TURN = "areal_lite.rollout.workflows.single_turn:single_turn"
 """The workflow that runs in the controller: it has no code of the user."""
 
+_END_TOKENS = 16
+
 # (episode) -> Trajectory or list of them; if marked as grouped, (episodes) -> list of such results.
 Workflow = Callable[..., Awaitable[Any]]
 
@@ -292,6 +294,16 @@ class Transcript:
             stop=texts,
         )
         return params, ends
+
+    def text(self, completion: Completion) -> str:
+        """Return the text of a completion with its special tokens, without the one that ends it."""
+        tokens, ends = completion.tokens, self.episode.params.stop_token_ids
+        ended = len(tokens) and tokens[-1] in ends
+        return self.episode.tokenizer.decode(tokens[:-1] if ended else tokens, special=True)
+
+    def end_text(self) -> str:
+        """Return the text of the last tokens so far, which may have begun a thought."""
+        return self.episode.tokenizer.decode(self.tokens[-_END_TOKENS:], special=True)
 
     async def sample_text(self, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> str:
         """Sample a completion and return its text without special tokens; see `sample`."""

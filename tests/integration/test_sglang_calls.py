@@ -1,29 +1,22 @@
-"""Calls in the formats of several models, by SGLang's parsers, as the example uses them."""
+"""Calls in the formats of models: the core's parsers find what SGLang's own server finds."""
 
-import asyncio
 import json
-import runpy
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from areal_lite.cpu.sglang.stand_ins import install_stand_ins
-
-install_stand_ins()
-
-from openai import AsyncOpenAI  # noqa: E402
-
-from areal_lite.rollout.endpoint.server import AgentEndpoint  # noqa: E402
-from tests.unit.rollout.episodes import (  # noqa: E402
-    CHAT_TEMPLATE,
-    chat_prompt,
-    playing,
-    save_chat_tokenizer,
-)
+from areal_lite.rollout.tool_calls import AnswerParser
+from tests.unit.rollout.episodes import save_chat_tokenizer
 
 PROPERTIES = {"at": {"type": "string"}, "times": {"type": "integer"}}
 FUNCTION = {"name": "look", "parameters": {"type": "object", "properties": PROPERTIES}}
-TOOLS = [{"type": "function", "function": FUNCTION}]
+TOOLS = [
+    {"type": "function", "function": FUNCTION},
+    {"type": "function", "function": {**FUNCTION, "name": "listen", "strict": True}},
+]
 ARGUMENTS = {"at": "it", "times": 2}
 TEXT = json.dumps(ARGUMENTS)
 XML = """<tool_call>
@@ -38,6 +31,7 @@ it
 </tool_call>"""
 # A call as each model's chat template shows it to the model.
 CALLS = {
+    "hermes": f'<tool_call>{{"name": "look", "arguments": {TEXT}}}</tool_call>',
     "qwen": f'<tool_call>\n{{"name": "look", "arguments": {TEXT}}}\n</tool_call>',
     "qwen3_coder": XML,
     "llama3": f'<|python_tag|>{{"name": "look", "parameters": {TEXT}}}',
@@ -51,56 +45,80 @@ CALLS = {
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n"
         f"```json\n{TEXT}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     ),
+    "deepseekv31": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>"
+        f"{TEXT}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ),
     "kimi_k2": (
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
         f"<|tool_call_argument_begin|>{TEXT}<|tool_call_end|><|tool_calls_section_end|>"
     ),
+    "gpt-oss": (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary"
+        f" to=functions.look <|constrain|>json<|message|>{TEXT}<|call|>"
+    ),
+    "minimax-m2": (
+        '<minimax:tool_call>\n<invoke name="look">\n<parameter name="at">it</parameter>\n'
+        '<parameter name="times">2</parameter>\n</invoke>\n</minimax:tool_call>'
+    ),
 }
 
 
-@pytest.fixture
-def example() -> dict:
-    path = Path(__file__).parents[2] / "examples/openai_agent/sglang_calls.py"
-    return runpy.run_path(str(path))
+def texts(call: str) -> list[str]:
+    """Return what a model may write in place of one call."""
+    return [
+        *(call, f"I look.\n{call}", f"{call}\n{call}", call.replace("look", "listen")),
+        *(call.replace("look", "smell"), call[: len(call) * 2 // 3], call[:-1]),
+        *(call.replace("it", 'i"t\\'), call.replace("2", "two"), call.replace("at", "of")),
+        *("I look no more.", "", call[1:], call * 3, f"{call} Done."),
+    ]
+
+
+REFERENCE = """
+import json, sys
+from areal_lite.cpu.sglang.stand_ins import install_stand_ins
+install_stand_ins()
+from sglang.srt.entrypoints.openai.protocol import Tool
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
+asked = json.load(sys.stdin)
+tools = [Tool(**tool) for tool in asked["tools"]]
+found = {}
+for name, texts in asked["texts"].items():
+    found[name] = []
+    for text in texts:
+        try:
+            said, calls = FunctionCallParser(tools, name).parse_non_stream(text)
+            calls = [[call.name, json.loads(call.parameters)] for call in calls]
+        except Exception:
+            said, calls = text, []
+        found[name].append([said, calls] if calls else [text, []])
+json.dump(found, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, list]:
+    """Return what SGLang's own classes find, in a process that imports all of SGLang."""
+    asked = {"tools": TOOLS, "texts": {name: texts(call) for name, call in CALLS.items()}}
+    process = subprocess.run(
+        [sys.executable, "-c", REFERENCE],
+        input=json.dumps(asked),
+        env={**os.environ, "SGLANG_FORWARD_UNKNOWN_TOOLS": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(process.stdout)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_in_the_format_of_a_model(example, name: str) -> None:
-    parse = example["parse"]
-    parse.__globals__["PARSER"] = name
-    said, calls = parse(f"<think>so</think>{CALLS[name]}", TOOLS, None)
-    assert said.strip() == "<think>so</think>" and calls == [("look", ARGUMENTS)]
-    for thought in (f"<think>{CALLS[name]}</think>No.", f"<think>{CALLS[name]}"):
-        assert parse(thought, TOOLS, None) == (thought, [])
-
-
-def test_the_chat_template_chooses(example, tmp_path) -> None:
-    tokenizer = save_chat_tokenizer(tmp_path)
-    with pytest.raises(ValueError, match="set PARSER"):
-        example["parse"](XML, TOOLS, tokenizer)
-    example["chosen"].cache_clear()
-    tokenizer.chat_template = f"{{# {XML} #}}{CHAT_TEMPLATE}"
-
-    async def main() -> None:
-        endpoint = AgentEndpoint(parser=example["parse"])
-        await endpoint.start()
-        prompt = chat_prompt(tokenizer)
-        async with playing(tokenizer, prompt, [f"I look.\n{XML}", "Red."]) as (episodes, *_):
-            with endpoint.conversations(episodes[0]) as (key, conversations):
-                async with AsyncOpenAI(base_url=endpoint.base_url, api_key=key) as client:
-                    settings = {"model": "policy", "tools": TOOLS}
-                    messages: list = [{"role": "user", "content": "a?"}]
-                    answer = await client.chat.completions.create(messages=messages, **settings)
-                    message = answer.choices[0].message
-                    (call,) = message.tool_calls
-                    assert message.content.strip() == "I look."
-                    assert json.loads(call.function.arguments) == ARGUMENTS
-                    messages.append(message.model_dump(exclude_none=True))
-                    messages.append({"role": "tool", "tool_call_id": call.id, "content": "red"})
-                    answer = await client.chat.completions.create(messages=messages, **settings)
-                    assert answer.choices[0].message.content == "Red."
-        await endpoint.close()
-        (trace,) = conversations.traces(1.0)
-        assert XML in tokenizer.decode(trace.check().tokens)
-
-    asyncio.run(main())
+def test_the_same_calls_as_sglang(reference: dict[str, list], name: str, tmp_path) -> None:
+    parser = AnswerParser(save_chat_tokenizer(tmp_path), name, "")
+    written = texts(CALLS[name])
+    for text, (said, calls) in zip(written, reference[name], strict=True):
+        parsed = parser.parse(text, TOOLS)
+        assert (parsed.said, [[*call] for call in parsed.calls]) == (said, calls), text
+    counts = [len(calls) for _, calls in reference[name]]
+    assert counts[:2] == [1, 1] and counts[10:12] == [0, 0]
+    assert reference[name][0][1] == [["look", ARGUMENTS]]

@@ -10,6 +10,7 @@ the exit status is not 0. atheris is in the extra `dev`.
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import random
@@ -29,7 +30,7 @@ with atheris.instrument_imports(include=["areal_lite"]):
     from areal_lite.rewards.program import extract_program, parse_tests
     from areal_lite.rollout.endpoint.apis import APIS
     from areal_lite.rollout.endpoint.chat_request import RequestRefused, parse_body
-    from areal_lite.rollout.workflows.tools import parse_tool_calls, without_tool_calls
+    from areal_lite.rollout.tool_calls import AnswerParser
     from areal_lite.run_dir.paths import CHECKPOINT_MARKER
     from areal_lite.run_dir.resume import damage
     from areal_lite.servers.client import (
@@ -41,6 +42,7 @@ with atheris.instrument_imports(include=["areal_lite"]):
     from areal_lite.workers.process import take_frames
 from tests.security import test_agent_requests as agent
 from tests.security import test_server_answers as servers
+from tests.unit.rollout.episodes import save_chat_tokenizer
 
 
 @dataclass
@@ -70,10 +72,22 @@ def requests(raw: bytes) -> None:
             api.parse_request(parse_body(raw), 1.0, {})
 
 
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+@functools.cache
+def parsers() -> list[AnswerParser]:
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = save_chat_tokenizer(folder)
+        return [AnswerParser(tokenizer, name, "qwen3") for name in ("hermes", "qwen", "llama3")]
+
+
 def tool_calls(raw: bytes) -> None:
     text = raw.decode(errors="replace")
-    assert not parse_tool_calls(without_tool_calls(text)) or "<tool_call>" in text
-    parse_tool_calls(text)
+    for parser in parsers():
+        parsed = parser.parse(text, TOOLS)
+        assert all(isinstance(arguments, dict) for _, arguments in parsed.calls)
+        assert parsed.calls or parsed.said in text
 
 
 def completions(raw: bytes) -> None:

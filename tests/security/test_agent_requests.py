@@ -17,7 +17,7 @@ from areal_lite.controller.batches import LoopLag
 from areal_lite.data.tokenizer import characters_per_token
 from areal_lite.rollout.endpoint import server as connections
 from areal_lite.rollout.endpoint.server import AgentEndpoint
-from areal_lite.rollout.workflows.tools import parse_tool_calls, without_tool_calls
+from areal_lite.rollout.tool_calls import AnswerParser
 from tests.security.mutation import mutated
 from tests.unit.rollout.episodes import chat_prompt, playing, save_chat_tokenizer
 
@@ -134,7 +134,6 @@ WRONG_MESSAGES = {
     "blocks that are texts": chat(["a"]),
     "no blocks": chat([]),
     "an image": chat([{"type": "image", "source": {}}]),
-    "a thought": {"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}, *USER]},
     "a result that is an image": chat([{"type": "tool_result", "content": [{"type": "image"}]}]),
     "a result that is a number": chat([{"type": "tool_result", "content": 1}]),
     "a tool without a name": tool_use(name=None),
@@ -296,17 +295,18 @@ def test_the_bound_is_infinite_for_tokenizers_that_leave_text_out() -> None:
         assert characters_per_token(BYTE_LEVEL | change) == float("inf"), change
 
 
-def test_tool_calls_that_never_end_are_read_in_linear_time() -> None:
-    text = "<tool_call>" * 200_000
-    started = time.monotonic()
-    assert parse_tool_calls(text) == [] and without_tool_calls(text) == text
-    assert time.monotonic() - started < 1
+def test_tool_calls_that_never_end_take_no_time(tmp_path) -> None:
+    tokenizer = save_chat_tokenizer(tmp_path)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    for name, mark in (("hermes", "<tool_call>"), ("qwen", "<tool_call>\n"), ("llama3", "{")):
+        parser = AnswerParser(tokenizer, name)
+        text = mark * 100_000
+        started = time.monotonic()
+        assert parser.parse(text, tools) == ("", "", text, [], True)
+        assert time.monotonic() - started < 1
     deep = "<tool_call>" + DEEP + "</tool_call>"
-    (error,) = parse_tool_calls(f"a {deep} b")
-    assert isinstance(error, str) and without_tool_calls(f"a {deep} b") == "a  b"
-    stray = 'x</tool_call>y<tool_call>{"name": "f"}</tool_call>z'
-    assert [call.name for call in parse_tool_calls(stray)] == ["f"]
-    assert without_tool_calls(stray) == "x</tool_call>yz"
+    parsed = AnswerParser(tokenizer, "hermes").parse(f"a {deep} b", tools)
+    assert parsed.calls == [] and parsed.is_broken and parsed.said == f"a {deep} b"
 
 
 STARTS = [b"", b"POST /v1/chat", b"POST /v1/chat/completions HTTP/1.1\r\nA: "]
@@ -398,7 +398,7 @@ def fuzz(folder, cases: int, seed: int) -> None:
         statuses = {200: 0, 400: 0}
         for _ in range(cases):
             # Each request begins an episode of its own.
-            conversations.__init__(conversations.episode, 16)
+            conversations.__init__(conversations.episode, 16, conversations.parser, False)
             started = time.monotonic()
             path, request = rng.choice(honest)
             status, text = await agent.post(mutated(rng, json.dumps(request).encode(), WORDS), path)

@@ -83,9 +83,10 @@ def _openai_events(response: Body, body: Body) -> Iterator[Body]:
     chunk |= {"object": "chat.completion.chunk"} | ({"usage": None} if wants_usage else {})
     for choice in response["choices"]:
         content = choice["message"]["content"]
+        thought = choice["message"].get("reasoning_content")
         deltas: list[Body] = [{"role": "assistant", "content": content and ""}]
-        if content:
-            deltas.append({"content": content})
+        deltas += [{"reasoning_content": thought}] if thought else []
+        deltas += [{"content": content}] if content else []
         for index, call in enumerate(choice["message"].get("tool_calls", ())):
             arguments = {"arguments": call["function"]["arguments"]}
             begun = {**call["function"], "arguments": ""}
@@ -191,6 +192,12 @@ def _responses_response(answers: list[Answer], body: Body) -> Body:
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
     said = {"type": "message", "id": f"msg_{answer.id}", "role": "assistant", "content": [part]}
     items = [said] if text or not calls else []
+    if thought := answer.message.get("reasoning_content"):
+        parts = [{"type": "reasoning_text", "text": thought}]
+        items = [
+            {"type": "reasoning", "id": f"rs_{answer.id}", "summary": [], "content": parts},
+            *items,
+        ]
     for call in calls:
         place = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"]}
         items.append({**place, **call["function"]})
@@ -235,6 +242,10 @@ def _responses_events(response: Body, body: Body) -> Iterator[Body]:
             yield event("function_call_arguments.delta", **place, delta=arguments)
             done = {"name": item["name"], "arguments": arguments}
             yield event("function_call_arguments.done", **place, **done)
+        elif item["type"] == "reasoning":
+            text = item["content"][0]["text"]
+            yield event("reasoning_text.delta", **place, content_index=0, delta=text)
+            yield event("reasoning_text.done", **place, content_index=0, text=text)
         else:
             (part,) = item["content"]
             text, logprobs = part["text"], part["logprobs"]
@@ -248,6 +259,7 @@ def _responses_events(response: Body, body: Body) -> Iterator[Body]:
 
 
 _ROLES = ("user", "assistant", "system")
+_THOUGHTS = ("thinking", "redacted_thinking")
 _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}
 _ERROR_TYPES = {401: "authentication_error", 408: "timeout_error", 413: "request_too_large"}
 
@@ -286,7 +298,7 @@ def _chat_messages(message: Message) -> list[Message]:
         raise chat.invalid("content must be a string or a list of objects")
     if role == "assistant":
         uses = [block for block in content if block.get("type") == "tool_use"]
-        texts = [block for block in content if block.get("type") != "tool_use"]
+        texts = [b for b in content if b.get("type") not in ("tool_use", *_THOUGHTS)]
         calls = [
             chat.call_message(use.get("id"), use.get("name"), use.get("input")) for use in uses
         ]
@@ -308,6 +320,8 @@ def _anthropic_response(answers: list[Answer], body: Body) -> Body:
     (answer,) = answers
     calls, text = answer.message.get("tool_calls", []), answer.message["content"] or ""
     content: list[Body] = [] if calls and not text else [{"type": "text", "text": text}]
+    if thought := answer.message.get("reasoning_content"):
+        content.insert(0, {"type": "thinking", "thinking": thought, "signature": ""})
     for call in calls:
         arguments = json.loads(call["function"]["arguments"])
         use = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
@@ -333,6 +347,9 @@ def _anthropic_events(response: Body, body: Body) -> Iterator[Body]:
     for index, block in enumerate(response["content"]):
         if block["type"] == "text":
             empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
+        elif block["type"] == "thinking":
+            text = block["thinking"]
+            empty, delta = {"thinking": ""}, {"type": "thinking_delta", "thinking": text}
         else:
             arguments = json.dumps(block["input"])
             empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": arguments}

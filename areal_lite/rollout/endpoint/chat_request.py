@@ -14,7 +14,6 @@ import msgspec
 
 from areal_lite.config.sections import WHOLE_VOCABULARY
 from areal_lite.data.tokenizer import Message
-from areal_lite.rollout.workflows.tools import begin_tool_call
 
 # More than OpenAI allows. Every answer is searched for each.
 _MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 1000
@@ -44,6 +43,7 @@ class ChatRequest:
     max_tokens: int | None
     stop: list[str]
     most_calls: int | None = None  # calls of an answer that the agent takes; None: all
+    requires: str | None = None  # the tool that the answer must call; empty: any
     begins: str = ""  # the text that begins the answer; the policy does not sample it
     samples: int = 1  # answers
     wants_logprobs: bool = False
@@ -174,10 +174,9 @@ def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any
 
 
 def choose_tools(choice: Any, tools: list[dict[str, Any]], parallel: Any) -> dict[str, Any]:
-    """Return `most_calls` and `begins` of a ChatRequest by its `tool_choice`, in any API's words.
+    """Return `most_calls` and `requires` of a ChatRequest by its `tool_choice`, in any API's words.
 
-    A call that is required is begun for the policy, which samples the rest as it always does: a
-    mask would change its distribution. If `parallel` is false, the agent takes one call.
+    If `parallel` is false, the agent takes one call.
     """
     chosen = choice if isinstance(choice, dict) else {"type": choice}
     kind = chosen.get("type")
@@ -187,9 +186,9 @@ def choose_tools(choice: Any, tools: list[dict[str, Any]], parallel: Any) -> dic
     if kind == "none":
         return {"most_calls": 0}
     if kind in ("function", "tool") and isinstance(named, str) and named in names:
-        return fields | {"begins": begin_tool_call(named)}
+        return fields | {"requires": named}
     if kind in ("required", "any") and names:
-        return fields | {"begins": begin_tool_call()}
+        return fields | {"requires": ""}
     if kind in (None, "auto"):
         return fields
     raise invalid(
@@ -275,12 +274,16 @@ def same_messages(some: list[Message], others: list[Message]) -> bool:
     return len(some) == len(others) and all(key(a) == key(b) for a, b in zip(some, others))
 
 
-def answer_message(text: str, said: str, calls: Sequence[tuple[str, Any]]) -> Message:
-    """Return the policy's text as an assistant message, or its calls and what it said beside."""
-    if not calls:
-        return {"role": "assistant", "content": text}
-    made = [call_message(f"call_{secrets.token_hex(8)}", *call) for call in calls]
-    return {"role": "assistant", "content": said or None, "tool_calls": made}
+def answer_message(said: str, calls: Sequence[tuple[str, Any]], thought: str) -> Message:
+    """Return what the policy said and called as an assistant message."""
+    message: Message = {"role": "assistant", "content": said}
+    if thought:
+        message["reasoning_content"] = thought
+    if calls:
+        message["content"] = said.strip() or None
+        made = [call_message(f"call_{secrets.token_hex(8)}", *call) for call in calls]
+        message["tool_calls"] = made
+    return message
 
 
 def call_message(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:

@@ -15,12 +15,11 @@ import json
 import resource
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
@@ -30,19 +29,15 @@ from areal_lite.rollout.endpoint import chat_request as chat
 from areal_lite.rollout.endpoint.apis import Api
 from areal_lite.rollout.endpoint.chat_request import Answer, ChatRequest, RequestRefused
 from areal_lite.rollout.episode import Episode, Transcript
-from areal_lite.rollout.workflows.tools import split_tool_calls
+from areal_lite.rollout.tool_calls import AnswerParser, answer_parser
 from areal_lite.servers.client import ServerRefused
 from areal_lite.trajectory import Trajectory
-from areal_lite.workers.marks import called
 
 # A request has the whole conversation, as JSON and with the names of its fields.
 _BYTES_PER_TOKEN = 64
 _OTHER_BYTES = 1 << 20
 
 _BODY_TIMEOUT_S = 30.0
-
-ToolParser = Callable[..., Any]
-"""(text, tools, tokenizer) -> (text without calls, [(name, arguments) of each call])."""
 
 
 @dataclass(slots=True, eq=False)
@@ -105,48 +100,41 @@ class Conversation:
         self.transcript = Transcript(episode, tokens)
         return most_first is None or len(tokens) <= most_first
 
-    async def respond(self, request: ChatRequest, tool_parser: ToolParser | None) -> Answer:
-        """Sample an answer to `request`, whose messages the transcript has."""
+    async def respond(self, request: ChatRequest, parser: AnswerParser, split: bool) -> Answer:
+        """Sample an answer to `request`, whose messages the transcript has.
+
+        If `split` is true, the answer's thought is beside its content.
+        """
         assert self.transcript is not None
         tokenizer, before = self.transcript.episode.tokenizer, len(self.transcript.tokens)
+        end_text = "" if request.begins else self.transcript.end_text()
         sampled = await self.transcript.sample(request.max_tokens, request.stop)
         text, after = tokenizer.decode(sampled.tokens), len(self.transcript.tokens)
         stops = [(place, stop) for stop in request.stop if (place := text.find(stop)) >= 0]
         end, stop_text = min(stops, default=(len(text), None))
-        text = request.begins + text[:end]
-        if tool_parser and self.tools:
-            said, calls = await self._parse(tool_parser, sampled.tokens, stop_text)
-        else:
-            said, calls = split_tool_calls(text)
-        most_calls = request.most_calls if self.tools else 0
-        message = chat.answer_message(text, said, calls[:most_calls])
+        text, marked = request.begins + text[:end], self.transcript.text(sampled)
+        marked = request.begins + (marked.partition(stop_text)[0] if stop_text else marked)
+        tools = self.tools if request.most_calls != 0 else []
+        parsed = parser.parse(marked, tools, end_text)
+        calls = parsed.calls[: request.most_calls]
+        said = parsed.said if split else parsed.thought_text + parsed.said
+        said = said if calls or (split and parsed.thought) else text
+        message = chat.answer_message(said, calls, parsed.thought if split else "")
         self.messages = [*request.messages, message]
         self._ends.append((len(self.messages), after))
-        has_calls, logprobs = "tool_calls" in message, None
+        logprobs = None
         if request.wants_logprobs:
             texts = await asyncio.to_thread(tokenizer.texts, sampled.tokens)
             logprobs = list(zip(texts, sampled.logprobs.tolist()))
         return Answer(
             id=secrets.token_hex(8),
             message=message,
-            finish_reason="tool_calls" if has_calls else self.transcript.finish_reason,
+            finish_reason="tool_calls" if calls else self.transcript.finish_reason,
             stop_text=stop_text,
             prompt_tokens=before,
             completion_tokens=after - before,
             logprobs=logprobs,
         )
-
-    async def _parse(self, parser: ToolParser, tokens: np.ndarray, stop_text: str | None) -> Any:
-        """Return what the user's parser finds in an answer, which has its special tokens."""
-        assert self.transcript is not None
-        episode = self.transcript.episode
-        ended = tokens[-1] in episode.params.stop_token_ids
-        text = episode.tokenizer.decode(tokens[:-1] if ended else tokens, special=True)
-        text = text.partition(stop_text)[0] if stop_text else text
-        try:
-            return await called(parser, text, self.tools, episode.tokenizer)
-        except Exception as error:  # it is code of the user
-            raise ValueError(f"rollout.workflow_args.tool_parser: {error!r:.200}") from error
 
 
 @dataclass(slots=True)
@@ -159,8 +147,9 @@ class Conversations:
 
     episode: Episode
     max_traces: int
+    parser: AnswerParser
+    splits_thoughts: bool
     most_first: int | None = None
-    tool_parser: ToolParser | None = None
     truncated: bool = False
     stored: dict[str, list[Message]] = field(default_factory=dict)
     # The most recently answered conversation is last.
@@ -175,8 +164,16 @@ class Conversations:
                 return await asyncio.shield(answers)
         if self._failure:
             raise RequestRefused(self._failure, "episode_failed")
-        if request.begins and self.tool_parser:
-            raise RequestRefused("tool_choice must be auto or none with a tool_parser")
+        if request.requires is not None:
+            # A required call is begun for the policy, which samples the rest as it always does: a
+            # mask would change its distribution.
+            begins = self.parser.begin_call(request.requires)
+            if begins is None:
+                raise RequestRefused(
+                    "tool_choice must be auto or none: it is not known how a call begins in the"
+                    f" model's format ({self.parser.tool_parser})"
+                )
+            request = replace(request, begins=begins)
         places: list[Conversation] = []
         while len(places) < request.samples:
             places.append(self._continued(request.messages, request.tools, places))
@@ -239,7 +236,7 @@ class Conversations:
             if not await conversation.add(request, self.episode, self.most_first):
                 self.truncated = True
                 raise RequestRefused(full, "context_length_exceeded")
-            answer = await conversation.respond(request, self.tool_parser)
+            answer = await conversation.respond(request, self.parser, self.splits_thoughts)
         except (ValueError, RecursionError, ServerRefused) as error:
             # The chat template or a server refuses, or a call is nested too deeply.
             self._failure = f"the episode cannot continue: {error}"
@@ -252,12 +249,22 @@ class Conversations:
 
 
 class AgentEndpoint:
-    """The HTTP server. `base_url` is known after `start()`; port 0 picks a free one."""
+    """The HTTP server. `base_url` is known after `start()`; port 0 picks a free one.
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, parser: ToolParser | None = None):
+    The parsers are those of `AnswerParser`. Without a `reasoning_parser`, thoughts are content.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "",
+    ):
         self._host = host
         self._port = port
-        self._parser = parser
+        self._parsers = tool_parser, reasoning_parser or "auto"
+        self._splits_thoughts = bool(reasoning_parser)
         self._episodes: dict[str, Conversations] = {}
         self._most_first: int | None = None
         self._connections: Connections | None = None
@@ -289,7 +296,10 @@ class AgentEndpoint:
     ) -> Iterator[tuple[str, Conversations]]:
         """Record an episode under a new API key, which is valid inside the block."""
         key = secrets.token_urlsafe(24)
-        conversations = Conversations(episode, max_traces, self._most_first, self._parser)
+        parser = answer_parser(episode.tokenizer, *self._parsers)
+        conversations = Conversations(
+            episode, max_traces, parser, self._splits_thoughts, self._most_first
+        )
         self._episodes[key] = conversations
         try:
             yield key, conversations

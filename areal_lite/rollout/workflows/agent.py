@@ -8,6 +8,7 @@ from areal_lite.config.data import sampling_of_evaluation
 from areal_lite.extensions import load_object
 from areal_lite.rollout.endpoint.server import AgentEndpoint
 from areal_lite.rollout.episode import Episode
+from areal_lite.rollout.tool_calls import check_parsers
 from areal_lite.trajectory import Trajectory
 
 
@@ -20,7 +21,8 @@ class Agent:
     used up, it leaves the traces that it has instead.
 
     Each worker process has an endpoint, on the first free port of `host` from `port` on; 0 picks
-    any free port. `tool_parser` names a function that finds the calls in an answer (docs).
+    any free port. Calls are found by `tool_parser`, a parser of SGLang by name or `auto`. With a
+    `reasoning_parser`, the thoughts of an answer are beside its content.
     """
 
     def __init__(
@@ -29,7 +31,8 @@ class Agent:
         max_traces: int = 16,
         host: str = "127.0.0.1",
         port: int = 0,
-        tool_parser: str | None = None,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "",
     ):
         if max_traces < 1:
             raise ValueError(f"max_traces={max_traces} must be at least 1")
@@ -40,9 +43,8 @@ class Agent:
                 " process. Wrap it in asyncio.to_thread"
             )
         self._max_traces = max_traces
-        name = "rollout.workflow_args.tool_parser"
-        parser = load_object(name, tool_parser) if tool_parser else None
-        self._endpoint = AgentEndpoint(host, port, parser)
+        check_parsers(tool_parser, reasoning_parser)
+        self._endpoint = AgentEndpoint(host, port, tool_parser, reasoning_parser)
 
     async def start(self, config: TrainConfig) -> None:
         """Start the endpoint."""

@@ -1,83 +1,22 @@
 """Tool use: the policy calls functions and reads their results.
 
-Calls have the format of the Qwen chat templates, a JSON object with `name` and `arguments` in each
-`<tool_call>`. A call ends the policy's turn, as chat models are trained to do, and the result
-follows as a `tool` message. A turn without a call is the final answer. An error in a call is
-returned as text: the policy may learn from it.
+Calls have the format of the model (tool_calls.py). They end the policy's turn, as chat models are
+trained to do, and their results follow as `tool` messages. A turn without a call is the final
+answer. An error in a call is returned as text: the policy may learn from it.
 """
 
 import asyncio
-import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import msgspec
 
 from areal_lite.config import TrainConfig
 from areal_lite.extensions import load_object
 from areal_lite.rewards.sandbox.run import Limits, SandboxError, run_python
 from areal_lite.rollout.episode import Episode, Transcript
+from areal_lite.rollout.tool_calls import answer_parser, check_parsers
 from areal_lite.trajectory import Trajectory
 from areal_lite.workers.marks import called
-
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-
-
-class ToolCall(msgspec.Struct):
-    """A function's name and its keyword arguments."""
-
-    name: str
-    arguments: dict[str, Any] = {}
-    parameters: dict[str, Any] = {}  # what some models call them
-
-
-def parse_tool_calls(text: str) -> list[ToolCall | str]:
-    """Return the calls after a text's thoughts; a malformed call becomes an error message."""
-    return [_parse(body) for _, body in _split(_thought(text)[1]) if body is not None]
-
-
-def split_tool_calls(text: str) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
-    """Return what a text says beside its calls, and the name and the arguments of each call."""
-    calls = (call for call in parse_tool_calls(text) if isinstance(call, ToolCall))
-    return without_tool_calls(text), [(call.name, call.arguments) for call in calls]
-
-
-def begin_tool_call(name: str | None = None) -> str:
-    """Return the beginning of a call, of the function `name` or of any."""
-    return f'{_OPEN}\n{{"name":' + (f' {json.dumps(name)}, "arguments":' if name else "")
-
-
-def without_tool_calls(text: str) -> str:
-    thought, said = _thought(text)
-    return (thought + "".join(before for before, _ in _split(said))).strip()
-
-
-def _thought(text: str) -> tuple[str, str]:
-    """Split a text after `</think>`; an unfinished thought is followed by nothing."""
-    thought, mark, said = text.rpartition("</think>")
-    return (text, "") if not mark and "<think>" in text else (thought + mark, said)
-
-
-def _split(text: str) -> Iterator[tuple[str, str | None]]:
-    """Yield (text before a call, body of the call), and at the end (rest of the text, None).
-
-    The time is linear in the text, even if it opens a thousand calls and closes none.
-    """
-    *closed, rest = text.split(_CLOSE)
-    for part in closed:
-        before, found, body = part.partition(_OPEN)
-        yield (before, body) if found else (before + _CLOSE, None)
-    yield rest, None
-
-
-def _parse(body: str) -> ToolCall | str:
-    try:
-        call = msgspec.json.decode(body, type=ToolCall)
-        call.arguments, call.parameters = call.arguments or call.parameters, {}
-        return call
-    except (ValueError, RecursionError) as error:
-        return f"not a tool call: {error}"
 
 
 class Tools:
@@ -89,6 +28,7 @@ class Tools:
             the chat template is made.
         max_turns: answers of the policy after which the episode ends.
         max_characters: a tool's result is cut to this length.
+        tool_parser: what finds the calls: a parser of SGLang by name, or `auto`.
     """
 
     def __init__(
@@ -96,7 +36,9 @@ class Tools:
         tools: Sequence[str] = ("python",),
         max_turns: int = 8,
         max_characters: int = 2000,
+        tool_parser: str = "auto",
     ):
+        check_parsers(tool_parser, "auto")
         if not tools or max_turns < 1 or max_characters < 1:
             raise ValueError(
                 "tools must not be empty; max_turns and max_characters must be at least 1"
@@ -109,6 +51,7 @@ class Tools:
         self._schemas: list[dict[str, Any]] = []
         self._max_turns = max_turns
         self._max_characters = max_characters
+        self._tool_parser = tool_parser
         self._sandboxes = asyncio.Semaphore(os.cpu_count() or 1)
 
     async def start(self, config: TrainConfig) -> None:
@@ -119,22 +62,24 @@ class Tools:
         messages = episode.prompt.messages
         tokens = episode.tokenizer.chat(messages, self._schemas) if messages else None
         transcript = Transcript(episode, tokens)
+        parser = answer_parser(episode.tokenizer, self._tool_parser, "auto")
         for turn in range(self._max_turns):
-            calls = parse_tool_calls(await transcript.sample_text())
-            if not calls or turn == self._max_turns - 1:
+            before = transcript.end_text()
+            text = transcript.text(await transcript.sample())
+            parsed = parser.parse(text, self._schemas, before)
+            if not (parsed.calls or parsed.is_broken) or turn == self._max_turns - 1:
                 break
-            results = [(await self._result(call))[: self._max_characters] for call in calls]
+            results = [(await self._result(*call))[: self._max_characters] for call in parsed.calls]
+            results = results or [f"error: not a tool call: {parsed.said[: self._max_characters]}"]
             if not transcript.add_messages([{"role": "tool", "content": r} for r in results]):
                 break
         return transcript.trajectory()
 
-    async def _result(self, call: ToolCall | str) -> str:
-        if isinstance(call, str):
-            return f"error: {call}"
-        if call.name not in self._functions:
-            return f"error: there is no tool {call.name!r}, only {', '.join(self._functions)}"
+    async def _result(self, name: str, arguments: dict[str, Any]) -> str:
+        if name not in self._functions:
+            return f"error: there is no tool {name!r}, only {', '.join(self._functions)}"
         try:
-            return str(await called(self._functions[call.name], **call.arguments))
+            return str(await called(self._functions[name], **arguments))
         except SandboxError:
             raise
         except Exception as error:  # a tool may raise anything over arguments that a policy wrote

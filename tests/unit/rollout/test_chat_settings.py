@@ -38,8 +38,8 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 @pytest.mark.parametrize(
     ("choice", "begin", "said"),
     [
-        ("required", '<tool_call>\n{"name":', ' "look", "arguments": {"at": "it"}}</tool_call>'),
-        (LOOK, '<tool_call>\n{"name": "look", "arguments":', ' {"at": "it"}}</tool_call>'),
+        ("required", '<tool_call>{"name":"', 'look", "arguments": {"at": "it"}}</tool_call>'),
+        (LOOK, '<tool_call>{"name":"look", "arguments":', ' {"at": "it"}}</tool_call>'),
     ],
 )
 def test_a_required_call_is_begun_for_the_policy(tokenizer, choice, begin: str, said: str) -> None:
@@ -72,7 +72,7 @@ def test_a_required_call_is_begun_for_the_policy(tokenizer, choice, begin: str, 
 
 
 def test_every_api_requires_calls_in_its_own_words(tokenizer) -> None:
-    said = {"any": ' "look", "arguments": {}}</tool_call>', "named": " {}}</tool_call>"}
+    said = {"any": 'look", "arguments": {}}</tool_call>', "named": " {}}</tool_call>"}
 
     async def agent(asker: Asker) -> None:
         responses = asker.client.responses

@@ -43,9 +43,9 @@ def user(text: str) -> dict:
 
 @contextlib.asynccontextmanager
 async def asking(
-    tokenizer: Tokenizer, script: list[str], max_traces: int, budget: int
+    tokenizer: Tokenizer, script: list[str], max_traces: int, budget: int, **parsers: str
 ) -> AsyncIterator[Asker]:
-    endpoint = AgentEndpoint()
+    endpoint = AgentEndpoint(**parsers)
     await endpoint.start()
     prompt = chat_prompt(tokenizer)
     async with playing(tokenizer, prompt, script, max_new_tokens=budget) as (episodes, scripted, _):
@@ -61,11 +61,12 @@ def traces_of(
     script: list[str],
     max_traces: int = 16,
     budget: int = 1000,
+    **parsers: str,
 ) -> list[str]:
     """Play an agent; return the texts of its traces, with every answer in angle brackets."""
 
     async def main() -> list[str]:
-        async with asking(tokenizer, script, max_traces, budget) as asker:
+        async with asking(tokenizer, script, max_traces, budget, **parsers) as asker:
             await agent(asker)
             traces = asker.conversations.traces(0.5)
         assert_recorded(traces, asker.scripted)
