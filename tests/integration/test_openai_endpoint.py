@@ -268,7 +268,7 @@ def test_the_budget_of_an_episode(tokenizer_only) -> None:
     async def test(policy: Policy, fake: FakeSGLang) -> None:
         async with policy.episode(budget=30) as (client, conversations):
             messages, turns = [user("Hi")], 0
-            with pytest.raises(openai.BadRequestError, match="token budget") as error:
+            with pytest.raises(openai.BadRequestError, match="context length") as error:
                 while True:
                     answer = await ask(client, messages, max_tokens=10)
                     turns += 1

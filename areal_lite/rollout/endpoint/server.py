@@ -230,7 +230,8 @@ class Conversations:
 
     async def _answer(self, conversation: Conversation, request: ChatRequest) -> Answer:
         try:
-            full = "the token budget of this conversation (rollout.max_new_tokens) is used up"
+            # Clients know such a refusal by the words "context length".
+            full = "the context length of this conversation (rollout.max_new_tokens) is used up"
             if conversation.transcript is None:
                 full = f"the messages have more than data.max_prompt_tokens={self.most_first}"
             if not await conversation.add(request, self.episode, self.most_first):

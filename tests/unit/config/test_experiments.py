@@ -134,7 +134,10 @@ def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_pl
             ["train", "schedule=asink"],
             "unknown schedule=asink; did you mean async? there are async, one_step, sync",
         ),
-        (["train", "+task=gsm8"], "did you mean gsm8k? there are addition, gsm8k, jsonl, math"),
+        (
+            ["train", "+task=gsm8"],
+            "did you mean gsm8k? there are addition, games, gsm8k, jsonl, math",
+        ),
         (
             ["slurm", "cluster.option.partition=x"],
             "unknown key cluster.option; did you mean cluster.options?",

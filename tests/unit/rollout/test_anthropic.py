@@ -179,7 +179,7 @@ def test_refusals_have_the_form_that_the_client_knows(tokenizer) -> None:
         with pytest.raises(anthropic.NotFoundError, match="POST /v1/messages/count_tokens is not"):
             await asker.client.messages.count_tokens(model="policy", messages=[user("Hi")])
         answer = await asker.ask([user("Hi")])
-        with pytest.raises(anthropic.BadRequestError, match="token budget") as error:
+        with pytest.raises(anthropic.BadRequestError, match="context length") as error:
             await asker.ask([user("Hi"), assistant(answer), user("x" * 60)])
         assert error.value.body["error"]["code"] == "context_length_exceeded"
         stranger = asker.client.with_options(api_key="of no episode")

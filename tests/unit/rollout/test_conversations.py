@@ -284,7 +284,7 @@ def test_each_trace_has_a_budget_and_shares_it_with_its_beginning(tokenizer) -> 
     async def agent(asker: Asker) -> None:
         first = await asker.ask([user("a?")])  # of 6 tokens
         for history in (first, await asker.ask([*first, user("b?")]), first):
-            with pytest.raises(openai.BadRequestError, match="token budget") as error:
+            with pytest.raises(openai.BadRequestError, match="context length") as error:
                 await asker.ask([*history, long])
             assert error.value.code == "context_length_exceeded"
         await asker.ask([user("known: a"), long])

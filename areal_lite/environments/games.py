@@ -1,0 +1,133 @@
+"""Text games of gymnasium and TextArena, as conversations with the policy.
+
+    +task=games data.args.game=textarena:GuessTheNumber-v0
+    +task=games data.args.game=gymnasium:FrozenLake-v1 data.args.arguments={render_mode: ansi}
+
+A prompt is the first observation of a game with a seed. An answer is an action. The reward of an
+episode is the sum of the game's rewards.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from areal_lite.config import DataConfig
+from areal_lite.data.prompts import Split, TextPrompts
+from areal_lite.data.tokenizer import Tokenizer
+from areal_lite.extensions import require
+from areal_lite.rollout.episode import Episode, Transcript
+from areal_lite.trajectory import Trajectory
+
+_HELD_OUT_SEED = 10**9
+_COLORED = re.compile(r"\x1b\[\d+m(.*?)\x1b\[0m", re.DOTALL)
+
+
+class Gymnasium:
+    """A game of gymnasium whose actions are texts or numbers.
+
+    The last integer of an answer is its number. An answer without an action costs a turn.
+    """
+
+    def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
+        gymnasium = require("gymnasium", "gymnasium")
+        self._env = gymnasium.make(name, **arguments)
+        self._actions = self._env.action_space
+        if not isinstance(self._actions, gymnasium.spaces.Discrete | gymnasium.spaces.Text):
+            raise ValueError(f"its actions are {self._actions}, neither numbers nor texts")
+
+    def reset(self, seed: int) -> str:
+        return self._text(self._env.reset(seed=seed)[0])
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        """Return the next observation, the reward, and whether the game is over."""
+        numbers, action = re.findall(r"-?\d{1,9}", text), text.strip()
+        if hasattr(self._actions, "n"):
+            action = int(numbers[-1]) if numbers else None
+        if action not in self._actions:
+            return f"This is not an action: {self._actions}.", 0.0, False
+        observation, reward, terminated, truncated, _ = self._env.step(action)
+        return self._text(observation), float(reward), terminated or truncated
+
+    def _text(self, observation: Any) -> str:
+        """Return what the game draws as text, with brackets for colors, or the observation."""
+        if isinstance(observation, str) or self._env.render_mode != "ansi":
+            return str(observation)
+        return _COLORED.sub(r"[\1]", self._env.render())
+
+
+class TextArena:
+    """A game of TextArena for one player, whose rewards come at the end."""
+
+    def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
+        # Only its own messages since the last action, and not the whole game so far.
+        self._env = require("textarena", "textarena").make(f"{name}-raw", **arguments)
+
+    def reset(self, seed: int) -> str:
+        self._env.reset(num_players=1, seed=seed)
+        return self._observation()
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        is_over, _ = self._env.step(text)
+        if not is_over:
+            return self._observation(), 0.0, False
+        rewards, _ = self._env.close()
+        return "", float(rewards[0]), True
+
+    def _observation(self) -> str:
+        _, messages = self._env.get_observation()
+        return "\n".join(text for sender, text, _ in messages if sender < 0)
+
+
+def open_game(game: str, arguments: Mapping[str, Any]) -> Gymnasium | TextArena:
+    """Open a game, such as `textarena:Wordle-v0`. Raises ValueError if it cannot be used."""
+    kind, _, name = game.partition(":")
+    if kind not in ("gymnasium", "textarena"):
+        raise ValueError(f"data.args.game={game}: write gymnasium:NAME or textarena:NAME")
+    try:
+        return (Gymnasium if kind == "gymnasium" else TextArena)(name, arguments)
+    except Exception as error:  # the packages have many classes of errors
+        raise ValueError(f"data.args.game={game}, {dict(arguments)}: {error}") from error
+
+
+def problems(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    split: Split,
+    *,
+    game: str = "",
+    arguments: Mapping[str, Any] | None = None,
+    size: int = 1000,
+    held_out: int = 200,
+    seed: int = 1,
+) -> TextPrompts:
+    """Open the first observations of a game with `size` seeds, or with `held_out` other ones."""
+    first, count = (seed, size) if split == "train" else (_HELD_OUT_SEED, held_out)
+    own = {"game": game, "arguments": dict(arguments or {})}
+    opened, key = open_game(**own), config.prompt_key
+    seeds = range(first, first + count)
+    rows = ((f"{game}/{s}", {key: opened.reset(s), "seed": s, **own}) for s in seeds)
+    return TextPrompts(rows, replace(config, answer_key=""), tokenizer)
+
+
+class Play:
+    """A workflow that plays the game of its prompt, at most `max_turns` actions."""
+
+    def __init__(self, max_turns: int = 20) -> None:
+        if max_turns < 1:
+            raise ValueError(f"max_turns={max_turns} must be at least 1")
+        self._max_turns = max_turns
+
+    async def __call__(self, episode: Episode) -> Trajectory:
+        info, transcript, total = episode.prompt.info, Transcript(episode), 0.0
+        game = open_game(info["game"], info["arguments"])
+        game.reset(info["seed"])
+        for turn in range(self._max_turns):
+            _, _, said = (await transcript.sample_text()).rpartition("</think>")
+            observation, reward, is_over = game.step(said)
+            total += reward
+            if is_over or turn == self._max_turns - 1:
+                break
+            if not transcript.add_messages([{"role": "user", "content": observation}]):
+                break
+        return transcript.trajectory(total)
