@@ -5,6 +5,7 @@ Each problem is a ValueError of one line that names the file, the place in it an
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,18 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _OPTIONAL = (".bias", ".inv_freq", _HEAD)
 _CHUNK = 1 << 26  # bytes that are compared at a time
 # The names in `megatron.architectures`, which imports torch.
-MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "smollm3", "phi3", "olmo3")
+MODEL_TYPES = (
+    *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "smollm3", "phi3", "olmo3"),
+    *(DELTA_NETS := ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")),
+)
 # The layers that have a window, of `sliding_window` tokens: all, or those that `layer_types` names.
 WINDOWS = dict.fromkeys(("qwen3_moe", "mistral", "phi3"), "all") | dict.fromkeys(
     ("qwen2", "qwen3", "smollm3", "olmo3"), "typed"
 )
 # Tensor parallelism splits these evenly.
 _SPLIT_SIZES = (
-    *("num_attention_heads", "num_key_value_heads"),
-    *("intermediate_size", "moe_intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "linear_num_key_heads"),
+    *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
 )
 _SIZES = (
     *("vocab_size", "hidden_size", "head_dim", "num_hidden_layers"),
@@ -63,6 +67,12 @@ def has_window(hf: Any) -> list[bool]:
     return [each == "sliding_attention" for each in types]
 
 
+def has_delta_net(hf: Any) -> list[bool]:
+    """Return for each layer whether it has a gated delta net in place of attention."""
+    types = getattr(hf, "layer_types", None) or [""] * hf.num_hidden_layers
+    return [each == "linear_attention" for each in types]
+
+
 def expert_layout(folder: Path) -> ExpertLayout | None:
     """Return the experts of a model folder, None for a dense model."""
     config = read_json(folder / "config.json")
@@ -77,6 +87,12 @@ def expert_layout(folder: Path) -> ExpertLayout | None:
 
 def check_split(described: Mapping[str, Any], trainer: TrainerConfig) -> None:
     """Raise ValueError if the trainer's ranks cannot split a model, as its config.json says."""
+    if "vision_config" in described:
+        raise ValueError(
+            f"model type {described.get('model_type')!r} has a vision part, which is not trained:"
+            " save its text model by AutoModelForCausalLM.from_pretrained(FOLDER)"
+            ".save_pretrained(NEW) of transformers, and its tokenizer"
+        )
     ranks = trainer.tensor_parallel
     for name in _SPLIT_SIZES:
         if (size := described.get(name) or 0) % ranks:
@@ -85,6 +101,10 @@ def check_split(described: Mapping[str, Any], trainer: TrainerConfig) -> None:
         raise ValueError(
             f"a model with {experts} experts a layer cannot be split over"
             f" trainer.expert_parallel={trainer.expert_parallel}"
+        )
+    if described.get("model_type") in DELTA_NETS and trainer.context_parallel > 1:
+        raise ValueError(
+            f"{described['model_type']} passes states on: set trainer.context_parallel to 1"
         )
     layers, stages = described.get("num_hidden_layers") or 0, trainer.pipeline_parallel
     if layers % (stages * trainer.virtual_pipeline):
@@ -153,12 +173,16 @@ def check_weights(folder: Path) -> None:
                 " copy the checkpoint again"
             )
     _check_rope(folder, config)
+    if kind in DELTA_NETS:
+        _check_interval(folder, config)
     # In their order, because there may be more names than memory holds.
     for name in tensor_names(config):
         if name not in tensors:
             raise ValueError(f"{folder}: no tensor {name}; copy the checkpoint again")
     others = tensors.keys() - set(tensor_names(config))
-    if extra := {name for name in others if not name.endswith(_OPTIONAL)}:
+    # Weights that predict several tokens at once serve speculation alone, and are not trained.
+    extra = {name for name in others if not name.startswith("mtp.")}
+    if extra := {name for name in extra if not name.endswith(_OPTIONAL)}:
         raise ValueError(
             f"{tensors[min(extra)]}: config.json's {kind} has no tensor {min(extra)};"
             " copy both from the same checkpoint"
@@ -181,15 +205,34 @@ def check_weights(folder: Path) -> None:
 def _check_rope(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise ValueError for a rotary embedding that SGLang reads only in the older form."""
     rope, kind = config.get("rope_parameters") or {}, config["model_type"]
-    older = {"olmo3": "rope_theta and rope_scaling", "phi3": "partial_rotary_factor"}
-    part = rope.get("partial_rotary_factor", 1.0)
+    older = dict.fromkeys(("phi3", *DELTA_NETS), "partial_rotary_factor")
+    older["olmo3"] = "rope_theta and rope_scaling"
+    part = config.get("partial_rotary_factor", 0.25 if kind in DELTA_NETS else 1.0)
     if (kind == "olmo3" and rope) or (
-        kind == "phi3" and part != config.get("partial_rotary_factor", 1.0)
+        kind in older and kind != "olmo3" and rope.get("partial_rotary_factor", part) != part
     ):
         raise ValueError(
             f"{folder / 'config.json'}: SGLang does not read rope_parameters of {kind}: write"
             f" {older[kind]} beside the other fields, as the released checkpoints do"
         )
+
+
+def _check_interval(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise ValueError for layers of other kinds than SGLang assumes."""
+    interval, types = config.get("full_attention_interval"), config.get("layer_types") or []
+    kinds = ("full_attention", "linear_attention")
+    if type(interval) is not int or any(
+        kind != kinds[_is_net(config, layer)] for layer, kind in enumerate(types)
+    ):
+        raise ValueError(
+            f"{folder / 'config.json'}: SGLang reads full_attention_interval={interval!r:.20},"
+            " which does not describe layer_types: write how often a layer has full attention"
+        )
+
+
+def _is_net(config: Mapping[str, Any], layer: int) -> bool:
+    """Return whether a layer of one of DELTA_NETS has no attention."""
+    return (layer + 1) % (config.get("full_attention_interval") or 4) > 0
 
 
 def raw_tensor(path: Path, name: str) -> np.ndarray:
@@ -210,20 +253,28 @@ def tensor_names(config: Mapping[str, Any]) -> Iterator[str]:
     yield from (_EMBEDDING, "model.norm.weight")
     if not config.get("tie_word_embeddings"):
         yield _HEAD
-    after, fused = kind == "olmo3", kind == "phi3"
+    after, fused, nets = kind == "olmo3", kind == "phi3", kind in DELTA_NETS
     parts = ["post_attention_layernorm"]
     parts += ["post_feedforward_layernorm" if after else "input_layernorm"]
-    parts += ["self_attn.qkv_proj"] if fused else [f"self_attn.{name}_proj" for name in "qkv"]
-    parts += ["self_attn.o_proj"]
-    parts += [f"self_attn.{name}_norm" for name in "qk" if after or kind.startswith("qwen3")]
+    attention = ["self_attn.qkv_proj"] if fused else [f"self_attn.{name}_proj" for name in "qkv"]
+    attention += ["self_attn.o_proj"]
+    attention += [f"self_attn.{name}_norm" for name in "qk" if after or kind.startswith("qwen3")]
+    inputs = ("qkvz", "ba") if kind == "qwen3_next" else ("qkv", "z", "b", "a")
+    net = [f"in_proj_{name}" for name in inputs] + ["conv1d", "norm", "out_proj"]
     parts += ["mlp.gate"] if experts else []
+    parts += ["mlp.shared_expert_gate"] if experts and nets else []
+    others = (["mlp.shared_expert"] if nets else []) if experts else ["mlp"]
     for layer in range(config.get("num_hidden_layers") or 0):
-        yield from (f"model.layers.{layer}.{part}.weight" for part in parts)
-        for mlp in (f"mlp.experts.{number}" for number in range(experts)) if experts else ("mlp",):
+        prefix, own = f"model.layers.{layer}", attention
+        if nets and _is_net(config, layer):
+            own = [f"linear_attn.{name}" for name in net]
+            yield from (f"{prefix}.linear_attn.{name}" for name in ("A_log", "dt_bias"))
+        yield from (f"{prefix}.{part}.weight" for part in parts + own)
+        for mlp in chain((f"mlp.experts.{number}" for number in range(experts)), others):
             for name in ("gate_up", "down") if fused else ("gate", "up", "down"):
-                yield f"model.layers.{layer}.{mlp}.{name}_proj.weight"
+                yield f"{prefix}.{mlp}.{name}_proj.weight"
         if kind == "qwen2":
-            yield from (f"model.layers.{layer}.self_attn.{name}_proj.bias" for name in "qkv")
+            yield from (f"{prefix}.self_attn.{name}_proj.bias" for name in "qkv")
 
 
 def _check_tensor(
@@ -253,7 +304,11 @@ def expected_shape(name: str, config: Mapping[str, Any]) -> list[int] | None:
         qwen3 = config["model_type"].startswith("qwen3")
         dim = config["head_dim"] if qwen3 else config.get("head_dim") or hidden // heads
         queries, keys = heads * dim, config["num_key_value_heads"] * dim
-        width = config["moe_intermediate_size" if ".experts." in name else "intermediate_size"]
+        if ".linear_attn." in name:
+            return None
+        part = "shared_expert_" if ".shared_expert." in name else "moe_" * (".experts." in name)
+        width = config.get(f"{part}intermediate_size")
+        gates = queries if config["model_type"] in DELTA_NETS else 0
         shape = {
             "embed_tokens": [config["vocab_size"], hidden],
             "lm_head": [config["vocab_size"], hidden],
@@ -264,15 +319,16 @@ def expected_shape(name: str, config: Mapping[str, Any]) -> list[int] | None:
             "q_norm": [queries if config["model_type"] == "olmo3" else dim],
             "k_norm": [keys if config["model_type"] == "olmo3" else dim],
             "qkv_proj": [queries + 2 * keys, hidden],
-            "gate_up_proj": [2 * width, hidden],
-            "q_proj": [queries, hidden],
+            "gate_up_proj": [2 * (width or 0), hidden],
+            "q_proj": [queries + gates, hidden],
             "k_proj": [keys, hidden],
             "v_proj": [keys, hidden],
             "o_proj": [hidden, queries],
             "gate_proj": [width, hidden],
             "up_proj": [width, hidden],
             "down_proj": [hidden, width],
+            "shared_expert_gate": [1, hidden],
         }[module]
     except (KeyError, TypeError):
         return None
-    return shape[:1] if kind == "bias" else shape
+    return None if None in shape else shape[:1] if kind == "bias" else shape

@@ -23,9 +23,9 @@ Both only move numbers, so a round trip returns the same bits.
 import copy
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from areal_lite.config import TrainerConfig
 from areal_lite.config.rules import check_targets
-from areal_lite.data.model_folder import WINDOWS, check_split, has_window
+from areal_lite.data.model_folder import WINDOWS, check_split, has_delta_net, has_window
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
@@ -131,59 +131,91 @@ class RowParallel(Parameter):
 
 
 class GatedColumnParallel(Parameter):
-    """Gate and up projection, each split along its outputs; a rank stacks its parts of the two."""
+    """Gate and up projection, in two tensors or one; a rank stacks its outputs of each."""
 
     def shard(self, hf, sources, rank, ranks):
+        if len(sources) == 1:
+            half = sources[0].get_shape()[0] // 2
+            sources = [_Rows(sources[0], start, half) for start in (0, half)]
         return torch.cat([_outputs(source, rank, ranks) for source in sources])
 
     def join(self, hf, shards):
-        return [_cat(part) for part in zip(*(shard.chunk(2) for shard in shards))]
+        parts = [_cat(part) for part in zip(*(shard.chunk(2) for shard in shards))]
+        return parts if len(self.names) == 2 else [torch.cat(parts)]
 
 
-class QKV(Parameter):
-    """Query, key and value projection, split along their outputs.
+class Grouped(Parameter):
+    """Tensors made of pieces. A group has its rows of every piece, and a rank has whole groups."""
 
-    Megatron interleaves them by key-value group: the queries of the group, its key, its value.
-    """
+    def groups(self, hf: PretrainedConfig) -> int:
+        raise NotImplementedError
 
-    def shard(self, hf, sources, rank, ranks):
-        groups = hf.num_key_value_heads // ranks
-        parts = [_outputs(source, rank, ranks).unflatten(0, (groups, -1)) for source in sources]
-        return torch.cat(parts, 1).flatten(0, 1)
-
-    def join(self, hf, shards):
-        groups, dim = hf.num_key_value_heads, head_dim(hf)
-        sizes = (hf.num_attention_heads // groups * dim, dim, dim)
-        parts = _cat(shards).unflatten(0, (groups, -1)).split(sizes, 1)
-        return [part.flatten(0, 1).contiguous() for part in parts]
-
-
-class _Fused(Parameter):
-    """One tensor of a file that has several of the next base class, one after the other."""
-
-    def sizes(self, hf: PretrainedConfig) -> list[int]:
-        """Return the rows of each."""
+    def pieces(self, hf: PretrainedConfig) -> list[list[int]]:
+        """Return the number of rows of each piece of each tensor."""
         raise NotImplementedError
 
     def shard(self, hf, sources, rank, ranks):
-        sizes = self.sizes(hf)
-        starts = accumulate(sizes[:-1], initial=0)
-        parts = [_Rows(sources[0], *each) for each in zip(starts, sizes)]
-        return super().shard(hf, parts, rank, ranks)
+        groups, parts = self.groups(hf) // ranks, []
+        for name, source, sizes in zip(self.names, sources, self.pieces(hf), strict=True):
+            if (found := source.get_shape()[0]) != sum(sizes):
+                raise ValueError(f"{name} has {found} rows, but config.json implies {sum(sizes)}")
+            for each in zip(accumulate(sizes[:-1], initial=0), sizes):
+                rows = _outputs(_Rows(source, *each), rank, ranks)
+                parts.append(rows.unflatten(0, (groups, -1)))
+        return torch.cat(parts, 1).flatten(0, 1)
 
     def join(self, hf, shards):
-        return [torch.cat(super().join(hf, shards))]
+        groups, pieces = self.groups(hf), self.pieces(hf)
+        rows = _cat(shards).unflatten(0, (groups, -1))
+        parts = iter(rows.split([size // groups for sizes in pieces for size in sizes], 1))
+        return [_cat([next(parts).flatten(0, 1) for _ in sizes]).contiguous() for sizes in pieces]
 
 
-class FusedGated(_Fused, GatedColumnParallel):
-    def sizes(self, hf):
-        return [hf.intermediate_size] * 2
+class QKV(Grouped):
+    """Query, key and value projection: a group has queries, the key and the value that they see."""
 
+    def groups(self, hf):
+        return hf.num_key_value_heads
 
-class FusedQKV(_Fused, QKV):
-    def sizes(self, hf):
+    def pieces(self, hf):
+        queries = hf.num_attention_heads * head_dim(hf)
         keys = hf.num_key_value_heads * head_dim(hf)
-        return [hf.num_attention_heads * head_dim(hf), keys, keys]
+        return [[queries], [keys], [keys]] if len(self.names) == 3 else [[queries, keys, keys]]
+
+
+class GatedQKV(QKV):
+    """With gates. In a file queries and gates alternate; Megatron has a group's queries first."""
+
+    def pieces(self, hf):
+        (queries,), *others = super().pieces(hf)
+        return [[2 * queries], *others]
+
+    def shard(self, hf, sources, rank, ranks):
+        return self._reorder(hf, super().shard(hf, sources, rank, ranks), back=False)
+
+    def join(self, hf, shards):
+        return super().join(hf, [self._reorder(hf, _cat(shards), back=True)])
+
+    def _reorder(self, hf: PretrainedConfig, rows: Tensor, *, back: bool) -> Tensor:
+        """Exchange the two orders of the heads of each group."""
+        ends = 2 * (hf.num_attention_heads // hf.num_key_value_heads)
+        order = torch.tensor([*range(0, ends, 2), *range(1, ends, 2), ends, ends + 1])
+        heads = rows.unflatten(0, (-1, len(order), head_dim(hf)))
+        return heads[:, order.argsort() if back else order].flatten(0, 2)
+
+
+class DeltaNet(Grouped):
+    """Rows of a gated delta net, grouped by key head, in Qwen3-Next's file too (delta_net.py)."""
+
+    def groups(self, hf):
+        return hf.linear_num_key_heads
+
+    def pieces(self, hf):
+        heads, keys = hf.linear_num_value_heads, hf.linear_num_key_heads * hf.linear_key_head_dim
+        values = heads * hf.linear_value_head_dim
+        split = [[keys, keys, values], [values], [heads], [heads]]
+        packed = [[2 * keys + 2 * values], [2 * heads]]
+        return packed if len(self.names) == 2 else split[: len(self.names)]
 
 
 class VocabParallel(Parameter):
@@ -242,18 +274,14 @@ NORMS_AFTER: Mapping = {
     "mlp_bda.weight": Replicated("post_feedforward_layernorm.weight"),
 }
 ATTENTION: Mapping = {
-    "self_attention.linear_qkv.weight": QKV(
-        "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
-    ),
+    "self_attention.linear_qkv.weight": QKV(*(f"self_attn.{name}_proj.weight" for name in "qkv")),
     "self_attention.linear_proj.weight": RowParallel("self_attn.o_proj.weight"),
 }
 FUSED_QKV: Mapping = {
-    "self_attention.linear_qkv.weight": FusedQKV("self_attn.qkv_proj.weight"),
+    "self_attention.linear_qkv.weight": QKV("self_attn.qkv_proj.weight"),
 }
 QKV_BIAS: Mapping = {
-    "self_attention.linear_qkv.bias": QKV(
-        "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"
-    )
+    "self_attention.linear_qkv.bias": QKV(*(f"self_attn.{name}_proj.bias" for name in "qkv"))
 }
 QK_NORM: Mapping = {
     "self_attention.q_layernorm.weight": Replicated("self_attn.q_norm.weight"),
@@ -268,7 +296,7 @@ GATED_MLP: Mapping = {
     "mlp.linear_fc1.weight": GatedColumnParallel("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": RowParallel("mlp.down_proj.weight"),
 }
-FUSED_GATE: Mapping = {"mlp.linear_fc1.weight": FusedGated("mlp.gate_up_proj.weight")}
+FUSED_GATE: Mapping = {"mlp.linear_fc1.weight": GatedColumnParallel("mlp.gate_up_proj.weight")}
 EXPERTS: Mapping = {
     "mlp.router.weight": Replicated("mlp.gate.weight"),
     "mlp.experts.local_experts.{expert}.linear_fc1.weight": GatedColumnParallel(
@@ -278,6 +306,33 @@ EXPERTS: Mapping = {
         "mlp.experts.{expert}.down_proj.weight"
     ),
 }
+SHARED_EXPERT: Mapping = {
+    "mlp.shared_experts.linear_fc1.weight": GatedColumnParallel(
+        "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"
+    ),
+    "mlp.shared_experts.linear_fc2.weight": RowParallel("mlp.shared_expert.down_proj.weight"),
+    "mlp.shared_experts.gate_weight": Replicated("mlp.shared_expert_gate.weight"),
+}
+GATED_QKV: Mapping = {
+    "self_attention.linear_qkv.weight": GatedQKV(
+        *(f"self_attn.{name}_proj.weight" for name in "qkv")
+    ),
+}
+DELTA_NET: Mapping = {
+    "self_attention.in_proj.weight": DeltaNet(
+        *(f"linear_attn.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))
+    ),
+    "self_attention.heads.conv": DeltaNet("linear_attn.conv1d.weight"),
+    "self_attention.heads.a_log": SplitVector("linear_attn.A_log"),
+    "self_attention.heads.dt_bias": SplitVector("linear_attn.dt_bias"),
+    "self_attention.norm.weight": Replicated("linear_attn.norm.weight"),
+    "self_attention.out_proj.weight": RowParallel("linear_attn.out_proj.weight"),
+}
+PACKED_INPUT: Mapping = {
+    "self_attention.in_proj.weight": DeltaNet(
+        "linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,6 +340,7 @@ class Architecture:
     """One model type for the trainer."""
 
     layer: Mapping  # the parameters of one layer
+    delta: Mapping = field(default_factory=dict)  # of a layer with a gated delta net
     # The fields of Megatron's TransformerConfig that not every architecture sets.
     fields: Callable[[PretrainedConfig], dict[str, Any]] = lambda hf: {}
     # Raises ValueError for a configuration that would be computed wrongly.
@@ -293,6 +349,7 @@ class Architecture:
     partial_rotary: bool = False  # it may rotate a part of each head
     # Frequencies are stretched in layers without a window only.
     plain_in_windows: bool = False
+    centered: bool = False  # norms multiply by 1 + weight
 
     @property
     def norms_after(self) -> bool:
@@ -309,8 +366,8 @@ def _check_qwen3_moe(hf: PretrainedConfig) -> None:
     """Raise ValueError for a model that SGLang would compute differently or that cannot train."""
     if hf.tie_word_embeddings:
         raise ValueError(
-            "tie_word_embeddings=true is not supported for qwen3_moe, because SGLang does not"
-            " share them: use a checkpoint with an lm_head"
+            f"tie_word_embeddings=true is not supported for {hf.model_type}, because SGLang does"
+            " not share them: use a checkpoint with an lm_head"
         )
     if hf.mlp_only_layers or hf.decoder_sparse_step != 1:
         raise ValueError(
@@ -333,8 +390,18 @@ def _qwen3_moe(hf: PretrainedConfig) -> dict[str, Any]:
         "moe_router_topk": hf.num_experts_per_tok,
         # The weights of the chosen experts are their probabilities among all experts (true), or
         # among the chosen ones, which then sum to 1 (false).
-        "moe_router_pre_softmax": not hf.norm_topk_prob,
+        "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
     }
+
+
+def _delta_net(hf: PretrainedConfig) -> dict[str, Any]:
+    """Describe layers with a gated delta net, attention with gates in the others, and experts."""
+    described = {name: size for name, size in hf.to_dict().items() if name.startswith("linear_")}
+    described["linear_attention_freq"] = [int(one) for one in has_delta_net(hf)]
+    if hasattr(hf, "num_experts"):
+        described |= _qwen3_moe(hf)
+        described["moe_shared_expert_intermediate_size"] = hf.shared_expert_intermediate_size
+    return described | {"qk_layernorm": True, "attention_output_gate": True}
 
 
 def _check_olmo3(hf: PretrainedConfig) -> None:
@@ -357,6 +424,13 @@ def _check_yarn(hf: PretrainedConfig) -> None:
             f"rope_parameters has attention_factor={given}, but SGLang computes {scale:.7g} from"
             " its factor: remove attention_factor"
         )
+
+
+def _with_nets(net: Mapping, mlp: Mapping, **options: Any) -> Architecture:
+    """Return a family in which some layers have a gated delta net instead of attention."""
+    layers = {"layer": NORMS | ATTENTION | GATED_QKV | QK_NORM | mlp, "delta": NORMS | net | mlp}
+    options |= {"rope_types": ("default",), "partial_rotary": True, "centered": True}
+    return Architecture(**layers, fields=_delta_net, **options)
 
 
 ARCHITECTURES = {
@@ -396,6 +470,11 @@ ARCHITECTURES = {
         check=_check_olmo3,
         plain_in_windows=True,
     ),
+    "qwen3_next": _with_nets(
+        DELTA_NET | PACKED_INPUT, EXPERTS | SHARED_EXPERT, check=_check_qwen3_moe
+    ),
+    "qwen3_5_text": _with_nets(DELTA_NET, GATED_MLP),
+    "qwen3_5_moe_text": _with_nets(DELTA_NET, EXPERTS | SHARED_EXPERT),
 }
 
 
@@ -439,7 +518,7 @@ def transformer_config(
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
-        ffn_hidden_size=hf.intermediate_size,
+        ffn_hidden_size=getattr(hf, "intermediate_size", hf.hidden_size),
         num_attention_heads=hf.num_attention_heads,
         num_query_groups=hf.num_key_value_heads,
         kv_channels=head_dim(hf),
@@ -470,6 +549,12 @@ def _windows(hf: PretrainedConfig) -> dict[str, Any]:
     return {"window_size": (before, 0), "window_attn_skip_freq": [int(one) for one in found]}
 
 
+def layer_mapping(hf: PretrainedConfig, layer: int) -> Mapping:
+    """Return the parameters of a layer, counted from 0."""
+    family = ARCHITECTURES[hf.model_type]
+    return family.delta if has_delta_net(hf)[layer] else family.layer
+
+
 def layout(name: str, hf: PretrainedConfig) -> Parameter:
     """Return the Hugging Face tensors of a Megatron parameter and how they are split.
 
@@ -481,33 +566,10 @@ def layout(name: str, hf: PretrainedConfig) -> Parameter:
         if hf.tie_word_embeddings and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"
         return EMBEDDINGS[name]
-    parameter = ARCHITECTURES[hf.model_type].layer[_EXPERT.sub("{expert}", layer[2])]
+    parameter = layer_mapping(hf, int(layer[1]))[_EXPERT.sub("{expert}", layer[2])]
     expert = _EXPERT.search(layer[2])
     tensors = (
         f"model.layers.{layer[1]}.{tensor}".format(expert=expert and expert[0])
         for tensor in parameter.names
     )
     return type(parameter)(*tensors)
-
-
-class Rotation(NamedTuple):
-    """A rotary embedding (arXiv:2104.09864): a token is turned by position x frequencies."""
-
-    frequencies: Tensor  # float32 [n / 2], radians per position, of the first n elements of a head
-    factor: float  # of the results (YaRN, arXiv:2309.00071)
-
-
-def rotations(hf: PretrainedConfig, device: torch.device) -> list[Rotation]:
-    """Return the rotary embeddings of the layers; the last one is for layers with a window.
-
-    Plain frequencies are theta^(-2i / n).
-    """
-    rope, family = hf.rope_parameters, ARCHITECTURES[hf.model_type]
-    kind = rope.get("rope_type", "default")
-    width = int(head_dim(hf) * rope.get("partial_rotary_factor", 1.0))
-    exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
-    plain = Rotation(1.0 / rope["rope_theta"] ** exponents, 1.0)
-    if kind == "default":
-        return [plain]
-    stretched = Rotation(*ROPE_INIT_FUNCTIONS[kind](hf, device))
-    return [stretched, plain] if family.plain_in_windows else [stretched]

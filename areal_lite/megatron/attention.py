@@ -19,7 +19,7 @@ layer may also go without a rotation, and layers with a window may have one of t
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,13 +29,39 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from areal_lite.megatron.architectures import Rotation
+from areal_lite.megatron.architectures import ARCHITECTURES, head_dim
+from areal_lite.megatron.delta_net import Pieces
 from areal_lite.megatron.kernels import Spans, kernels
 from areal_lite.megatron.packing import LocalTokens
 from areal_lite.megatron.parallel import process_group
 
 Segment = tuple[int, int]  # tokens of its queries, and of its keys
+
+
+class Rotation(NamedTuple):
+    """A rotary embedding (arXiv:2104.09864): a token is turned by position x frequencies."""
+
+    frequencies: Tensor  # float32 [n / 2], radians per position, of the first n elements of a head
+    factor: float  # of the results (YaRN, arXiv:2309.00071)
+
+
+def rotations(hf: PretrainedConfig, device: torch.device) -> list[Rotation]:
+    """Return the rotary embeddings of the layers; the last one is for layers with a window.
+
+    Plain frequencies are theta^(-2i / n).
+    """
+    rope, family = hf.rope_parameters, ARCHITECTURES[hf.model_type]
+    kind = rope.get("rope_type", "default")
+    width = int(head_dim(hf) * rope.get("partial_rotary_factor", 1.0))
+    exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
+    plain = Rotation(1.0 / rope["rope_theta"] ** exponents, 1.0)
+    if kind == "default":
+        return [plain]
+    stretched = Rotation(*ROPE_INIT_FUNCTIONS[kind](hf, device))
+    return [stretched, plain] if family.plain_in_windows else [stretched]
 
 
 @dataclass(kw_only=True)
@@ -49,6 +75,7 @@ class PackedSequences(PackedSeqParams):
     key_index: Tensor | None = None
     segments: list[Segment] | None = None  # where attention is computed one after the other
     spans: Spans | None = None  # for the kernel; else None
+    pieces: Pieces | None = None  # for gated delta nets (delta_net.py)
 
     @classmethod
     def build(

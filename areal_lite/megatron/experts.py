@@ -14,6 +14,7 @@ Nothing waits for the GPU, except for the number of rows that ranks exchange.
 """
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +23,16 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
     all_to_all,
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import MegatronModule, TransformerConfig
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -187,6 +192,12 @@ class MixtureOfExperts(MegatronModule):
         super().__init__(config=config)
         self.router = Router(config)
         self.experts = Experts(config)
+        self.shared_experts = None  # computes every token, and has a gate
+        if config.moe_shared_expert_intermediate_size:
+            group = process_group(parallel_state.get_tensor_model_parallel_group())
+            layers = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+            groups: Any = SimpleNamespace(tp=group)
+            self.shared_experts = SharedExpertMLP(config, layers, gate=True, pg_collection=groups)
 
     def forward(self, hidden_states: Tensor, **_) -> tuple[Tensor, None]:
         x = hidden_states.flatten(0, -2)
@@ -200,7 +211,10 @@ class MixtureOfExperts(MegatronModule):
             out = reduce_scatter_to_sequence_parallel_region(self._here(*every), group=split)
         else:
             out = self._here(x, chosen, weights)
-        return out.view_as(hidden_states), None
+        out = out.view_as(hidden_states)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(hidden_states)
+        return out, None
 
     def _here(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Compute tokens [t, hidden] with this rank's experts, which are counted from 0."""

@@ -74,7 +74,14 @@ def _compiled(function: Callable) -> Callable:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute x / rms(x) * weight over the last dimension, in float32, rounded once."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+    same = weight.dtype == x.dtype
+    return F.rms_norm(x, weight.shape, weight, eps) if same else _mixed_norm(x, weight, eps)
+
+
+@fused
+def _mixed_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
 @fused

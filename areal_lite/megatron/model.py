@@ -28,11 +28,12 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from areal_lite.config import LoraConfig, TrainerConfig
+from areal_lite.data.model_folder import has_delta_net
 from areal_lite.megatron.architectures import (
     ARCHITECTURES,
     Architecture,
@@ -41,6 +42,7 @@ from areal_lite.megatron.architectures import (
     transformer_config,
 )
 from areal_lite.megatron.attention import PackedAttention
+from areal_lite.megatron.delta_net import GatedDeltaNet, SplitRows
 from areal_lite.megatron.experts import Experts, MixtureOfExperts, RoutingReplay
 from areal_lite.megatron.kernels import kernels, swiglu
 from areal_lite.megatron.lora import freeze_base, linear_layer
@@ -67,19 +69,24 @@ class RMSNorm(torch.nn.Module):
         return kernels.rms_norm(x, self.weight, self.eps)
 
 
-class WideNorm(torch.nn.Module):
+class CenteredNorm(RMSNorm):
+    """x / rms(x) * (1 + weight), with the sum in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.rms_norm(x, 1 + self.weight.float(), self.eps)
+
+
+class WideNorm(SplitRows):
     """RMSNorm over all heads together, of queries or keys [l, b, heads, dim].
 
     A tensor-parallel rank has a part of the heads and of the weight.
     """
 
+    weight: Tensor
+
     def __init__(self, config: TransformerConfig, heads: int, hidden_size: int, eps: float, **_):
-        super().__init__()
+        super().__init__(config, weight=(heads * hidden_size,))
         self.eps, self.width = eps, heads * hidden_size
-        self.group = process_group(parallel_state.get_tensor_model_parallel_group())
-        own = torch.ones(self.width // self.group.size(), dtype=config.params_dtype)
-        self.weight = torch.nn.Parameter(own.to(current_device()))
-        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(-2)
@@ -93,16 +100,6 @@ class WideNorm(torch.nn.Module):
         square = copy_to_tensor_model_parallel_region(square, group=self.group)
         scale = torch.rsqrt(square / self.width + self.eps)
         return (self.weight * (wide * scale)).to(x.dtype).view_as(x)
-
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata: Any = None):
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
 
 
 class NormedSum(RMSNorm):
@@ -219,11 +216,13 @@ def _build_chunk(
     tie: bool,
     vp_stage: int | None,
 ) -> Backbone:
-    layers = [_layer_spec(config, lora, ARCHITECTURES[hf.model_type])] * get_num_layers_to_build(
-        config, vp_stage
-    )
+    family = ARCHITECTURES[hf.model_type]
+    specs = [_layer_spec(config, lora, family, delta=delta) for delta in (False, True)]
+    first = get_transformer_layer_offset(config, vp_stage)
+    kinds = has_delta_net(hf)[first : first + get_num_layers_to_build(config, vp_stage)]
+    layers, norm = [specs[kind] for kind in kinds], CenteredNorm if family.centered else RMSNorm
     # Megatron's annotation admits ModuleSpec only; its code takes both.
-    block: Any = TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)  # pyright: ignore[reportArgumentType]
+    block: Any = TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)  # pyright: ignore[reportArgumentType]
     model = Backbone(
         config=config,
         transformer_layer_spec=block,
@@ -235,6 +234,7 @@ def _build_chunk(
         position_embedding_type="none",
         vp_stage=vp_stage,
     )
+    model.to(current_device())  # Megatron makes the gate of a shared expert in host memory
     _mark_split_weights(model)
     if lora.rank:
         freeze_base(model)
@@ -242,15 +242,16 @@ def _build_chunk(
 
 
 def _layer_spec(
-    config: TransformerConfig, lora: LoraConfig, architecture: Architecture
+    config: TransformerConfig, lora: LoraConfig, architecture: Architecture, *, delta: bool
 ) -> ModuleSpec:
-    """Return Megatron's layer with our norms, attention and dense MLP; all layers are alike.
+    """Return Megatron's layer with our norms, attention or delta net, and dense MLP.
 
-    Attention finds out about its own layer (attention.py).
+    All layers of a kind are alike: attention finds out about its own layer (attention.py).
     """
+    norm = CenteredNorm if architecture.centered else RMSNorm
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer: Any = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if architecture.norms_after:
         layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
         sizes = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
@@ -264,12 +265,16 @@ def _layer_spec(
         fc1, fc2 = linear_layer("fc1", lora), linear_layer("fc2", lora)
         layers = MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)
         layer.mlp = type(GatedMLP.__name__, (GatedMLP,), {"layers": layers})
+    qkv, proj = linear_layer("qkv", lora), linear_layer("proj", lora)
+    if delta:
+        parts = {"in_proj": qkv, "out_proj": proj, "norm": RMSNorm}
+        layer.self_attention = ModuleSpec(module=GatedDeltaNet, params=parts)
+        return spec
     attention = layer.self_attention.submodules
-    attention.linear_qkv = linear_layer("qkv", lora)
-    attention.linear_proj = linear_layer("proj", lora)
+    attention.linear_qkv, attention.linear_proj = qkv, proj
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = norm
     if architecture.wide_qk_norm:
         heads = {"q": config.num_attention_heads, "k": config.num_query_groups}
         for name, number in heads.items():

@@ -79,7 +79,7 @@ def attention_crossover(config: TransformerConfig) -> float:
     """Return the length, in tokens, at which causal attention costs as much as a layer's matrices.
 
     Per token and layer there are 2 operations for each weight of a matrix, and 2 L width for scores
-    and mixing, half of which is masked.
+    and mixing, half of which is masked. Layers with a gated delta net have the matrices alone.
     """
     assert config.kv_channels and config.num_query_groups and config.ffn_hidden_size
     width = config.num_attention_heads * config.kv_channels
@@ -88,7 +88,9 @@ def attention_crossover(config: TransformerConfig) -> float:
     if config.num_moe_experts:
         ffn = (config.moe_ffn_hidden_size or ffn) * config.moe_router_topk
     projections = 3 if config.gated_linear_unit else 2
-    return config.hidden_size * (2 * width + 2 * groups + projections * ffn) / width
+    length = config.hidden_size * (2 * width + 2 * groups + projections * ffn) / width
+    nets = config.linear_attention_freq
+    return length / (1 - sum(nets) / len(nets)) if isinstance(nets, list) else length
 
 
 def pack(

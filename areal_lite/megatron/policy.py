@@ -29,8 +29,10 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from areal_lite.config import TrainerConfig
-from areal_lite.megatron.architectures import head_dim, rotations
-from areal_lite.megatron.attention import PackedSequences
+from areal_lite.data.model_folder import has_delta_net
+from areal_lite.megatron.architectures import head_dim
+from areal_lite.megatron.attention import PackedSequences, rotations
+from areal_lite.megatron.delta_net import Pieces
 from areal_lite.megatron.experts import install_replay
 from areal_lite.megatron.hf import SHARD_BYTES, AdapterStream, WeightStream, export_hf, load_hf
 from areal_lite.megatron.logprobs import Head, ValueLayer, lm_head, value_head
@@ -199,8 +201,10 @@ class ParallelModel:
         """
         heartbeat.beat()
         microbatch, local = next(batches)
-        width = head_dim(self.hf_config)
-        packed = PackedSequences.build(local, self.rotations, width, self.dtype)
+        hf, dtype = self.hf_config, self.dtype
+        packed = PackedSequences.build(local, self.rotations, head_dim(hf), dtype)
+        if any(has_delta_net(hf)):
+            packed.pieces = Pieces.build(local, hf.linear_conv_kernel_dim, self.device, dtype)
         local = to_device(local, self.device)
         chunk: Any = unwrap_model(module)
         assert isinstance(chunk, Backbone)

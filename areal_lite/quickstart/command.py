@@ -9,6 +9,9 @@ from areal_lite.config import TrainConfig, TrainerConfig
 from areal_lite.config.commands import MODEL_HELP, RUN_DIR_HELP, SEED_HELP, Command
 from areal_lite.config.fields import MAX_SEED, MAX_TOKENS, setting
 
+EXPERTS = ("qwen3_moe", "qwen3_next", "qwen3_5_moe_text")
+"""Architectures that are mixtures of experts."""
+
 
 @dataclass
 class MakeModelConfig:
@@ -18,7 +21,10 @@ class MakeModelConfig:
     architecture: str = setting(
         "qwen3",
         "Model type.",
-        choices=("qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "smollm3", "phi3", "olmo3"),
+        choices=(
+            *("qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "smollm3", "phi3", "olmo3"),
+            *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+        ),
     )
     hidden_size: int = setting(128, "Size of a hidden state.", within=(1, 65_536))
     num_layers: int = setting(4, "Layers.", within=(1, 1024))
@@ -26,8 +32,8 @@ class MakeModelConfig:
     num_kv_heads: int = setting(2, "Heads of keys and values.", within=(1, 1024))
     head_dim: int = setting(32, "Size of a head.", within=(2, 1024))
     mlp_size: int = setting(384, "Hidden size of an MLP or expert.", within=(1, 262_144))
-    num_experts: int = setting(8, "qwen3_moe: experts of a layer.", within=(1, 1024))
-    experts_per_token: int = setting(2, "qwen3_moe: experts of each token.", within=(1, 1024))
+    num_experts: int = setting(8, "Mixtures: experts of a layer.", within=(1, 1024))
+    experts_per_token: int = setting(2, "Mixtures: experts of each token.", within=(1, 1024))
     tie_embeddings: bool = setting(True, "Share input and output embeddings.")
     max_position: int = setting(2048, "Longest sequence, in tokens.", within=(1, MAX_TOKENS))
     rope_theta: float = setting(10000.0, "Base of the rotary embedding.", within=(1, 1e9))
@@ -82,7 +88,7 @@ def check_quickstart(config: QuickstartConfig) -> None:
     from areal_lite.launch.preflight import already_there, check_run
 
     _check_warm_up(config.sft, "sft.")
-    dense = config.make_model.architecture != "qwen3_moe"
+    dense = config.make_model.architecture not in EXPERTS
     check_run(config, dense=dense)
     if config.resume == "never" and os.path.exists(config.make_model.out):
         raise ValueError(already_there(config))

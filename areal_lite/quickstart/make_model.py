@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.cli import run_command
-from areal_lite.quickstart.command import MakeModelConfig
+from areal_lite.data.model_folder import DELTA_NETS
+from areal_lite.quickstart.command import EXPERTS, MakeModelConfig
 from areal_lite.system.files import new_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+# What adds to the residual stream.
+_RESIDUAL = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")
+_INTERVAL = 2  # of layers with full attention, where others have a gated delta net
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 
@@ -63,8 +67,7 @@ def run(config: MakeModelConfig) -> int:
     with new_folder(out) as scratch:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
-        if config.architecture == "olmo3":
-            _write_older_form(scratch / "config.json")
+        _write_what_sglang_reads(scratch / "config.json", config.architecture)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{out}: {parameters / 1e6:.2f} M parameters, {len(tokenizer)} tokens of vocabulary")
     return 0
@@ -75,10 +78,10 @@ def _check(config: MakeModelConfig) -> None:
         raise ValueError(
             f"num_heads={config.num_heads} is not a multiple of num_kv_heads={config.num_kv_heads}"
         )
-    if config.architecture == "qwen3_moe" and config.tie_embeddings:
+    if config.architecture in ("qwen3_moe", "qwen3_next") and config.tie_embeddings:
         raise ValueError(
-            "tie_embeddings=true with architecture=qwen3_moe, whose embeddings SGLang does not"
-            " share: set it to false"
+            f"tie_embeddings=true with architecture={config.architecture}, whose embeddings SGLang"
+            " does not share: set it to false"
         )
     if config.architecture == "olmo3" and config.num_heads * config.head_dim != config.hidden_size:
         raise ValueError(
@@ -94,10 +97,13 @@ def _check(config: MakeModelConfig) -> None:
         raise ValueError(f"out={config.out} exists already: remove it or choose another folder")
 
 
-def _write_older_form(path: Path) -> None:
-    """Write the base of rotations where SGLang reads it for OLMo 3."""
+def _write_what_sglang_reads(path: Path, architecture: str) -> None:
+    """Write where SGLang reads it: OLMo 3's base of rotations, and which layers have attention."""
     values = json.loads(path.read_text())
-    values["rope_theta"] = values.pop("rope_parameters")["rope_theta"]
+    if architecture == "olmo3":
+        values["rope_theta"] = values.pop("rope_parameters")["rope_theta"]
+    if architecture in DELTA_NETS:
+        values["full_attention_interval"] = _INTERVAL
     path.write_text(json.dumps(values, indent=2) + "\n")
 
 
@@ -131,7 +137,7 @@ def _new_model(config: MakeModelConfig, tokenizer: PreTrainedTokenizerFast) -> P
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Scale what each layer adds to the residual stream, as GPT-2 does.
-            if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
+            if name.endswith(_RESIDUAL):
                 parameter /= (2 * config.num_layers) ** 0.5
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
@@ -140,16 +146,26 @@ def _new_model(config: MakeModelConfig, tokenizer: PreTrainedTokenizerFast) -> P
 
 
 def _architecture_settings(config: MakeModelConfig) -> dict[str, Any]:
-    if config.architecture == "qwen3_moe":
-        return {
+    settings = {}
+    if config.architecture in EXPERTS:
+        settings |= {
             "num_experts": config.num_experts,
             "num_experts_per_tok": config.experts_per_token,
             "moe_intermediate_size": config.mlp_size,
             "norm_topk_prob": True,
         }
+    if config.architecture in DELTA_NETS:
+        settings |= {
+            "full_attention_interval": _INTERVAL,
+            "shared_expert_intermediate_size": config.mlp_size,
+            "linear_num_key_heads": config.num_kv_heads,
+            "linear_num_value_heads": config.num_heads,
+            "linear_key_head_dim": config.head_dim,
+            "linear_value_head_dim": config.head_dim,
+        }
     if config.architecture == "mistral":
-        return {"sliding_window": None}
-    return {}
+        settings["sliding_window"] = None
+    return settings
 
 
 if __name__ == "__main__":

@@ -30,10 +30,12 @@ from transformers import PretrainedConfig
 
 from areal_lite.config import LoraConfig, TrainConfig, TrainerConfig, longest_sequence
 from areal_lite.cpu import KEPT_LOGITS
+from areal_lite.data.model_folder import has_delta_net
 from areal_lite.megatron.architectures import (
     ARCHITECTURES,
     check_supported,
     head_dim,
+    layer_mapping,
     layout,
     padded_vocab,
 )
@@ -57,12 +59,12 @@ _PREFILL_TOKENS = 8192
 _LOGPROB_ROWS = 2048
 _SERVING_ITEMSIZE = 2
 _EXPERT_FC1 = "mlp.experts.local_experts.{expert}.linear_fc1.weight"
-# trainer.lora.targets -> the matrix that gets an adapter.
+# trainer.lora.targets -> the matrix that gets an adapter, whichever of them a layer has.
 _ADAPTED = {
-    "qkv": "self_attention.linear_qkv.weight",
-    "proj": "self_attention.linear_proj.weight",
-    "fc1": "mlp.linear_fc1.weight",
-    "fc2": "mlp.linear_fc2.weight",
+    "qkv": ("self_attention.linear_qkv.weight", "self_attention.in_proj.weight"),
+    "proj": ("self_attention.linear_proj.weight", "self_attention.out_proj.weight"),
+    "fc1": ("mlp.linear_fc1.weight",),
+    "fc2": ("mlp.linear_fc2.weight",),
 }
 
 
@@ -103,13 +105,13 @@ def parameter_sizes(
     yield "embedding.word_embeddings.weight", rows * hf.hidden_size
     if not hf.tie_word_embeddings:
         yield "output_layer.weight", rows * hf.hidden_size
-    sizes, names = _layer_sizes(hf), ARCHITECTURES[hf.model_type].layer
-    layer_sizes = sorted(
-        (name.format(expert=e), sizes[name])
-        for name in names
-        for e in range(hf.num_experts if "{expert}" in name else 1)
-    )
+    sizes = _layer_sizes(hf)
     for layer in range(hf.num_hidden_layers):
+        layer_sizes = sorted(
+            (name.format(expert=e), sizes[name])
+            for name in layer_mapping(hf, layer)
+            for e in range(hf.num_experts if "{expert}" in name else 1)
+        )
         yield from ((f"decoder.layers.{layer}.{name}", size) for name, size in layer_sizes)
 
 
@@ -118,22 +120,44 @@ def _layer_sizes(hf: PretrainedConfig) -> dict[str, int]:
     hidden, dim = hf.hidden_size, head_dim(hf)
     queries, keys = hf.num_attention_heads * dim, hf.num_key_value_heads * dim
     expert = getattr(hf, "moe_intermediate_size", 0)
-    wide = ARCHITECTURES[hf.model_type].wide_qk_norm
+    dense, shared = (getattr(hf, f"{name}intermediate_size", 0) for name in ("", "shared_expert_"))
+    family = ARCHITECTURES[hf.model_type]
+    wide, gates = (
+        family.wide_qk_norm,
+        queries if "attention_output_gate" in family.fields(hf) else 0,
+    )
     return {
         "input_layernorm.weight": hidden,
         "self_attn_bda.weight": hidden,
         "mlp_bda.weight": hidden,
         "pre_mlp_layernorm.weight": hidden,
-        "self_attention.linear_qkv.weight": (queries + 2 * keys) * hidden,
+        "self_attention.linear_qkv.weight": (queries + gates + 2 * keys) * hidden,
         "self_attention.linear_qkv.bias": queries + 2 * keys,
         "self_attention.linear_proj.weight": queries * hidden,
         "self_attention.q_layernorm.weight": queries if wide else dim,
         "self_attention.k_layernorm.weight": keys if wide else dim,
-        "mlp.linear_fc1.weight": 2 * hf.intermediate_size * hidden,
-        "mlp.linear_fc2.weight": hf.intermediate_size * hidden,
+        "mlp.linear_fc1.weight": 2 * dense * hidden,
+        "mlp.linear_fc2.weight": dense * hidden,
         "mlp.router.weight": getattr(hf, "num_experts", 0) * hidden,
         _EXPERT_FC1: 2 * expert * hidden,
         "mlp.experts.local_experts.{expert}.linear_fc2.weight": expert * hidden,
+        "mlp.shared_experts.linear_fc1.weight": 2 * shared * hidden,
+        "mlp.shared_experts.linear_fc2.weight": shared * hidden,
+        "mlp.shared_experts.gate_weight": hidden,
+    } | (_delta_net_sizes(hf) if family.delta else {})
+
+
+def _delta_net_sizes(hf: PretrainedConfig) -> dict[str, int]:
+    """Count the elements of every parameter of a gated delta net."""
+    heads, keys = hf.linear_num_value_heads, hf.linear_num_key_heads * hf.linear_key_head_dim
+    values = heads * hf.linear_value_head_dim
+    return {
+        "self_attention.in_proj.weight": 2 * (keys + values + heads) * hf.hidden_size,
+        "self_attention.heads.conv": (2 * keys + values) * hf.linear_conv_kernel_dim,
+        "self_attention.heads.a_log": heads,
+        "self_attention.heads.dt_bias": heads,
+        "self_attention.norm.weight": hf.linear_value_head_dim,
+        "self_attention.out_proj.weight": values * hf.hidden_size,
     }
 
 
@@ -145,11 +169,10 @@ def num_parameters(hf: PretrainedConfig) -> int:
 def rank_parameters(hf: PretrainedConfig, trainer: TrainerConfig, stage: int) -> tuple[int, int]:
     """Count the parameters of each rank of a stage: (outside experts, of experts)."""
     stages, tensor = trainer.pipeline_parallel, trainer.tensor_parallel
-    layers_per_chunk = hf.num_hidden_layers // (stages * trainer.virtual_pipeline)
     dense = experts = 0
     for name, size in parameter_sizes(hf, padded_vocab(hf, tensor)):
         if name.startswith("decoder.layers."):
-            on_stage = int(name.split(".")[2]) // layers_per_chunk % stages == stage
+            on_stage = _stage_of(hf, trainer, int(name.split(".")[2])) == stage
         elif name.startswith("embedding."):
             # A tied embedding is also the output layer: the last stage has a copy.
             on_stage = stage == 0 or (hf.tie_word_embeddings and stage == stages - 1)
@@ -162,23 +185,41 @@ def rank_parameters(hf: PretrainedConfig, trainer: TrainerConfig, stage: int) ->
     return dense, experts // (tensor * trainer.expert_parallel)
 
 
-def adapter_parameters(hf: PretrainedConfig, trainer: TrainerConfig) -> int:
-    """Count the parameters of all adapters on each rank, on any stage.
+def _stage_of(hf: PretrainedConfig, trainer: TrainerConfig, layer: int) -> int:
+    """Return the pipeline stage that has a layer."""
+    stages = trainer.pipeline_parallel
+    return layer // (hf.num_hidden_layers // (stages * trainer.virtual_pipeline)) % stages
+
+
+def _adapted(hf: PretrainedConfig, lora: LoraConfig, layer: int) -> list[str]:
+    """Return the matrices of a layer that have adapters."""
+    names = layer_mapping(hf, layer)
+    return [name for target in lora.targets for name in _ADAPTED[target] if name in names]
+
+
+def adapter_parameters(hf: PretrainedConfig, trainer: TrainerConfig, stage: int = 0) -> int:
+    """Count the parameters of all adapters on each rank of a stage.
 
     One side of every adapted matrix is a hidden state. Ranks split the other one.
     """
     sizes, hidden, rank = _layer_sizes(hf), hf.hidden_size, trainer.lora.rank
-    others = [sizes[_ADAPTED[target]] // hidden for target in trainer.lora.targets]
-    each = sum(rank * (hidden + other // trainer.tensor_parallel) for other in others)
-    return each * (hf.num_hidden_layers // trainer.pipeline_parallel)
+    others = [
+        sizes[name] // hidden
+        for layer in range(hf.num_hidden_layers)
+        if _stage_of(hf, trainer, layer) == stage
+        for name in _adapted(hf, trainer.lora, layer)
+    ]
+    return sum(rank * (hidden + other // trainer.tensor_parallel) for other in others)
 
 
 def pushed_adapter_parameters(hf: PretrainedConfig, lora: LoraConfig) -> int:
     """Count the numbers in a push of adapters alone: fused projections have copies of one A."""
-    layer = ARCHITECTURES[hf.model_type].layer
-    copies = sum(len(layer[_ADAPTED[target]].names) - 1 for target in lora.targets)
-    whole = adapter_parameters(hf, TrainerConfig(lora=lora))
-    return whole + copies * lora.rank * hf.hidden_size * hf.num_hidden_layers
+    copies = sum(
+        len(layer_mapping(hf, layer)[name].names) - 1
+        for layer in range(hf.num_hidden_layers)
+        for name in _adapted(hf, lora, layer)
+    )
+    return adapter_parameters(hf, TrainerConfig(lora=lora)) + copies * lora.rank * hf.hidden_size
 
 
 def rank_memory(
@@ -189,7 +230,7 @@ def rank_memory(
     adam = trainer.optimizer == "adam"
     replicas = trainer.data_parallel * trainer.context_parallel
     if trainer.lora.rank:
-        trained = adapter_parameters(hf, trainer)
+        trained = adapter_parameters(hf, trainer, stage)
         held, sharded = dense + experts + trained, trained // replicas
     else:
         held = trained = dense + experts
@@ -246,7 +287,7 @@ def activation_bytes_per_token(
 def layer_activations(
     hf: PretrainedConfig, trainer: TrainerConfig, b: int, *, gpu: bool = False
 ) -> float:
-    """Estimate the bytes that one layer keeps for one token; b: bytes of an activation."""
+    """Estimate the bytes that a layer keeps for one token, on average; b: of an activation."""
     tensor = trainer.tensor_parallel
     names = ARCHITECTURES[hf.model_type].layer
     hidden, dim = hf.hidden_size, head_dim(hf)
@@ -259,6 +300,13 @@ def layer_activations(
     head_norms = norm * (queries + keys) if has_head_norms else 0
     # Query, key and value, rotated query and key, and the output.
     attention = b * (queries + 2 * keys + queries + keys + queries) + 4 * hf.num_attention_heads
+    attention += head_norms
+    if any(nets := has_delta_net(hf)):
+        attention += (b + 4) * queries  # of the gates, and what they let through
+        sizes = _delta_net_sizes(hf)
+        rows = sum(sizes[f"self_attention.{name}.weight"] for name in ("in_proj", "out_proj"))
+        share = sum(nets) / len(nets)  # a delta net keeps what its projections return and get
+        attention = share * b * rows / hidden + (1 - share) * attention
     if "mlp.router.weight" in names:
         # For each expert of a token: a copy of the token, both projections, their product, and
         # four numbers of its place and weight. Tensor-parallel ranks share tokens or experts.
@@ -266,9 +314,11 @@ def layer_activations(
         if trainer.expert_parallel == 1:
             row = b * (3 * hf.moe_intermediate_size + hidden * tensor) + 28 * tensor
         mlp = hf.num_experts_per_tok * row / tensor
+        if shared := getattr(hf, "shared_expert_intermediate_size", 0):
+            mlp += b * (5 * shared / tensor + 2 * hidden)
     else:
         mlp = b * 3 * hf.intermediate_size / tensor  # both projections and the product
-    return (norms + head_norms + attention) / tensor + mlp
+    return (norms + attention) / tensor + mlp
 
 
 def kv_bytes_per_token(hf: PretrainedConfig, itemsize: int, tensor_parallel: int) -> int:
@@ -277,7 +327,7 @@ def kv_bytes_per_token(hf: PretrainedConfig, itemsize: int, tensor_parallel: int
     Heads are copied where there are fewer of them than GPUs.
     """
     heads = max(hf.num_key_value_heads // tensor_parallel, 1)
-    return 2 * hf.num_hidden_layers * heads * head_dim(hf) * itemsize
+    return 2 * has_delta_net(hf).count(False) * heads * head_dim(hf) * itemsize
 
 
 def push_buckets(
@@ -361,7 +411,7 @@ def trainer_bytes(config: TrainConfig, hf: PretrainedConfig) -> int:
 def _server_working(config: TrainConfig, hf: PretrainedConfig) -> int:
     """Estimate what a server needs besides weights and KV cache."""
     graphs = (config.server.max_running_requests or 256) * _GRAPH_BYTES
-    per_token = 4 * hf.hidden_size + 3 * hf.intermediate_size
+    per_token = 4 * hf.hidden_size + 3 * getattr(hf, "intermediate_size", 0)
     prefill = _PREFILL_TOKENS * per_token * _SERVING_ITEMSIZE
     logprobs = 2 * 4 * _LOGPROB_ROWS * hf.vocab_size
     return graphs + max(prefill, logprobs)

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 from areal_lite.config import LoraConfig, TrainerConfig
+from areal_lite.data.model_folder import num_experts
 from areal_lite.megatron.hf import Bucket, WeightStream
 from areal_lite.megatron.optimizer import is_sharded
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import init_distributed, shutdown
 from areal_lite.megatron.policy import Policy
+from areal_lite.system.files import read_json
 from tests.ranks.checkpoint_worker import measured
 from tests.ranks.engine_worker import load, random_batch, save
 
@@ -64,6 +66,8 @@ def update(engine: Policy, step: int) -> dict[str, float]:
 def adapted(settings: TrainerConfig, folder: str, out: Path) -> dict:
     """Train adapters; return log-probs and the adapters of a push, and export their sum."""
     lora = LoraConfig(rank=2, alpha=4.0)
+    if num_experts(read_json(Path(folder) / "config.json")):
+        lora.targets = ["qkv", "proj"]
     engine = Policy(replace(settings, lora=lora), folder, seed=1)
     for step in range(2):
         update(engine, step)

@@ -112,8 +112,12 @@ def make_model(name: str, folder: Path) -> None:
     torch.manual_seed(sorted(MODELS).index(name))
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **(sizes | fields)))
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms and biases that matter
+        for key, parameter in model.named_parameters():
+            if key.endswith("A_log"):  # states that last from several tokens to a sequence
+                parameter.uniform_(-5, 0)
+            elif key.endswith("conv1d.weight"):  # else the norms after it amplify rounding
+                parameter.mul_(5.0)
+            elif parameter.ndim == 1:  # norms and biases that matter
                 parameter.add_(0.1 * torch.randn_like(parameter))
             else:
                 parameter.mul_(3.0)

@@ -21,7 +21,7 @@ from tests.ranks.test_families import FAMILIES
 
 ALL = test_architectures.MODELS | FAMILIES
 # Other experts then compute other numbers of rows, and products of other shapes round otherwise.
-ROUNDED = ("moe", "moe_unnormalized", "moe_window")
+ROUNDED = [name for name, (_, fields) in ALL.items() if "num_experts" in fields]
 # In a process group of one rank an update with this rate changes no weight.
 FROZEN = dict(steps=10**6, lr=1e-30, clip_grad=0.0)
 

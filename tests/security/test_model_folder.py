@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from areal_lite.data.model_folder import MODEL_TYPES, check_model_folder
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart import make_model
-from areal_lite.quickstart.command import MakeModelConfig
+from areal_lite.quickstart.command import EXPERTS, MakeModelConfig
 
 TINY = dict(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, mlp_size=16)
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
 def make(folder: Path, architecture: str = "qwen3") -> Path:
-    tie = architecture != "qwen3_moe"
+    tie = architecture not in ("qwen3_moe", "qwen3_next")
     make_model.run(
         MakeModelConfig(out=str(folder), architecture=architecture, tie_embeddings=tie, **TINY)
     )
@@ -57,7 +57,7 @@ def test_every_architecture_passes_and_a_wrong_size_does_not(
     model = make(tmp_path / "model", architecture)
     check_model_folder(model)
     config = json.loads((model / "config.json").read_text())
-    width = "moe_intermediate_size" if architecture == "qwen3_moe" else "intermediate_size"
+    width = "moe_intermediate_size" if architecture in EXPERTS else "intermediate_size"
     for key in ("vocab_size", "hidden_size", "num_key_value_heads", width):
         (model / "config.json").write_text(json.dumps(config | {key: config[key] * 2}))
         assert "but config.json implies" in refusal(model)
@@ -156,6 +156,11 @@ def test_every_tensor_is_there_and_no_other(architecture: str, tmp_path: Path) -
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "write partial_rotary_factor beside",
         ),
+        (
+            "qwen3_5_text",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "write partial_rotary_factor beside",
+        ),
     ],
 )
 def test_rotations_stand_where_sglang_reads_them(
@@ -173,6 +178,29 @@ def test_a_part_of_a_head_stands_where_sglang_reads_it(tmp_path: Path) -> None:
     part = {"partial_rotary_factor": 0.5}
     rope = config["rope_parameters"] | part
     (model / "config.json").write_text(json.dumps(config | part | {"rope_parameters": rope}))
+    check_model_folder(model)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"full_attention_interval": None},
+        {"full_attention_interval": "2"},
+        {"full_attention_interval": 1},
+        {"layer_types": ["full_attention", "linear_attention"]},
+    ],
+)
+def test_layers_with_attention_are_those_that_sglang_assumes(fields: dict, tmp_path: Path) -> None:
+    model = make(tmp_path / "model", "qwen3_5_text")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | fields))
+    assert "write how often a layer has full attention" in refusal(model)
+
+
+def test_weights_that_predict_several_tokens_are_left_alone(tmp_path: Path) -> None:
+    model = make(tmp_path / "model", "qwen3_next")
+    file = model / "model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": torch.zeros(16, 32)}, file)
     check_model_folder(model)
 
 

@@ -10,8 +10,7 @@ import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
 from areal_lite.cpu.kernels import norms
 from areal_lite.cpu.kernels.products import linear
 from areal_lite.cpu.trainer import PackedAttention, rotate
-from areal_lite.megatron.architectures import Rotation
-from areal_lite.megatron.attention import PackedSequences
+from areal_lite.megatron.attention import PackedSequences, Rotation
 from areal_lite.megatron.kernels import Spans
 from areal_lite.megatron.model import RMSNorm
 from areal_lite.megatron.packing import local_tokens, make_microbatches

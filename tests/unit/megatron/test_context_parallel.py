@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
-from areal_lite.megatron.architectures import Rotation
-from areal_lite.megatron.attention import PackedSequences, by_segment, causal_varlen
+from areal_lite.megatron.attention import PackedSequences, Rotation, by_segment, causal_varlen
 from areal_lite.megatron.kernels import rotate
 from areal_lite.megatron.packing import (
     LocalTokens,

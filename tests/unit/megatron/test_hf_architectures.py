@@ -7,13 +7,13 @@ import torch
 from transformers import AutoConfig
 
 from areal_lite.config import TrainerConfig
+from areal_lite.data.model_folder import DELTA_NETS, check_split
 from areal_lite.megatron.architectures import (
     ARCHITECTURES,
     check_supported,
-    rotations,
     transformer_config,
 )
-from areal_lite.megatron.attention import PackedAttention
+from areal_lite.megatron.attention import PackedAttention, rotations
 
 SIZES = dict(
     vocab_size=97,
@@ -52,7 +52,8 @@ def test_supported(architecture):
     assert made.num_query_groups == 2 and not made.add_bias_linear
     assert made.add_qkv_bias == (architecture == "qwen2")
     assert made.qk_layernorm == architecture.startswith("qwen3")
-    assert (made.num_moe_experts is not None) == (architecture == "qwen3_moe")
+    assert (made.num_moe_experts is not None) == hasattr(hf, "num_experts")
+    assert made.attention_output_gate == (architecture in DELTA_NETS)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,17 @@ def test_supported(architecture):
             {"num_experts": 7},
             "7 experts a layer cannot be split over trainer.expert_parallel=2",
         ),
+        (
+            "qwen3_5_text",
+            {"linear_num_key_heads": 3},
+            "linear_num_key_heads=3 cannot be split over trainer.tensor_parallel=2",
+        ),
+        (
+            "qwen3_5_text",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            "for qwen3_5_text: use rope_type default$",
+        ),
+        ("qwen3_next", {"tie_word_embeddings": True}, "is not supported for qwen3_next"),
         ("qwen3", {}, "1 experts a layer cannot be split over trainer.expert_parallel=2"),
     ],
 )
@@ -127,6 +139,17 @@ def test_refused(architecture, fields, message):
         check_supported(
             config(architecture, **fields), TrainerConfig(tensor_parallel=2, expert_parallel=2)
         )
+
+
+def test_states_do_not_pass_between_context_parallel_ranks():
+    with pytest.raises(ValueError, match="qwen3_next passes states on: set trainer"):
+        check_supported(config("qwen3_next"), TrainerConfig(context_parallel=2))
+
+
+def test_images_are_not_trained():
+    described = AutoConfig.for_model("qwen3_5").to_dict()
+    with pytest.raises(ValueError, match="'qwen3_5' has a vision part, which is not trained: save"):
+        check_split(described, TrainerConfig())
 
 
 def test_experts_may_be_split_over_tensor_parallel_ranks():

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from areal_lite.megatron.architectures import ARCHITECTURES, layout, padded_vocab
+from areal_lite.data.model_folder import DELTA_NETS
+from areal_lite.megatron.architectures import ARCHITECTURES, layer_mapping, layout, padded_vocab
 
 EXPERT = 3
 
@@ -42,15 +43,18 @@ def cases(draw):
         intermediate_size=ranks * draw(st.integers(1, 5)),
         moe_intermediate_size=ranks * 2,
         tie_word_embeddings=draw(st.booleans()),
+        shared_expert_intermediate_size=ranks * 3,
+        linear_num_key_heads=groups,
+        linear_num_value_heads=groups * draw(st.integers(1, 3)),
+        linear_key_head_dim=draw(st.integers(1, 3)),
+        linear_value_head_dim=draw(st.integers(1, 3)),
+        full_attention_interval=draw(st.sampled_from([2, 3])),
     )
     return config, ranks
 
 
 def names(hf) -> list[str]:
-    layers = [
-        f"decoder.layers.1.{part}".format(expert=EXPERT)
-        for part in ARCHITECTURES[hf.model_type].layer
-    ]
+    layers = [f"decoder.layers.1.{part}".format(expert=EXPERT) for part in layer_mapping(hf, 1)]
     return [
         *layers,
         "embedding.word_embeddings.weight",
@@ -61,7 +65,10 @@ def names(hf) -> list[str]:
 
 def shape(name: str, hf) -> tuple[int, ...]:
     """Return the shape of a Hugging Face tensor."""
-    width = hf.moe_intermediate_size if ".experts." in name else hf.intermediate_size
+    if ".linear_attn." in name:
+        return net_shape(name, hf)
+    part = "moe_" if ".experts." in name else "shared_expert_" if ".shared_expert." in name else ""
+    width = getattr(hf, f"{part}intermediate_size", 0)
     heads, groups, dim, hidden = (
         hf.num_attention_heads,
         hf.num_key_value_heads,
@@ -71,7 +78,7 @@ def shape(name: str, hf) -> tuple[int, ...]:
     rows = {
         "embed_tokens": hf.vocab_size,
         "lm_head": hf.vocab_size,
-        "q_proj": heads * dim,
+        "q_proj": heads * dim * (2 if hf.model_type in DELTA_NETS else 1),
         "k_proj": groups * dim,
         "v_proj": groups * dim,
     }
@@ -85,6 +92,7 @@ def shape(name: str, hf) -> tuple[int, ...]:
         "k_norm": groups * dim if hf.model_type == "olmo3" else dim,
         "qkv_proj": (heads + 2 * groups) * dim,
         "gate_up_proj": 2 * width,
+        "shared_expert_gate": 1,
     }
     columns = {"o_proj": heads * dim, "down_proj": width}
     module, kind = name.split(".")[-2:]
@@ -93,8 +101,51 @@ def shape(name: str, hf) -> tuple[int, ...]:
     return (rows[module], columns.get(module, hidden))
 
 
+def net_shape(name: str, hf) -> tuple[int, ...]:
+    """Return the shape of a tensor of a gated delta net."""
+    heads = hf.linear_num_value_heads
+    keys, values = (
+        hf.linear_num_key_heads * hf.linear_key_head_dim,
+        heads * hf.linear_value_head_dim,
+    )
+    module, kind = name.split(".")[-2:]
+    if module == "linear_attn":
+        return (heads,)
+    if module == "conv1d":
+        return 2 * keys + values, 1, hf.linear_conv_kernel_dim
+    if module == "norm":
+        return (hf.linear_value_head_dim,)
+    if module == "out_proj":
+        return hf.hidden_size, values
+    parts = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
+    return sum(parts[letter] for letter in module.removeprefix("in_proj_")), hf.hidden_size
+
+
+def net_by_head(name: str, tensors: list[torch.Tensor], hf, rank: int, ranks: int) -> torch.Tensor:
+    """Interleave, for each key head of the rank, its rows of everything that a token passes."""
+    number, ratio = hf.linear_num_key_heads, hf.linear_num_value_heads // hf.linear_num_key_heads
+    key, value = hf.linear_key_head_dim, ratio * hf.linear_value_head_dim
+    if "in_proj_qkvz" in name:  # grouped already
+        parts = [part.chunk(number) for part in tensors]
+    else:
+        widths = [key * number, key * number, value * number]
+        parts = [part.chunk(number) for part in tensors[0].split(widths)]
+        parts += [part.chunk(number) for part in tensors[1:]]
+    own = range(rank * number // ranks, (rank + 1) * number // ranks)
+    return torch.cat([part[group] for group in own for part in parts])
+
+
 def qkv_by_head(tensors: list[torch.Tensor], hf, rank: int, ranks: int) -> torch.Tensor:
-    """Interleave, for each key-value group of the rank: its query heads, its key, its value."""
+    """Interleave, for each key-value group of the rank: its query heads, its key, its value.
+
+    Gates of the queries, which a file has after each of them, come after all queries.
+    """
+    if hf.model_type in DELTA_NETS:
+        blocks = tensors[0].split(hf.head_dim)
+        ratio = hf.num_attention_heads // hf.num_key_value_heads
+        pairs = [blocks[start : start + 2 * ratio] for start in range(0, len(blocks), 2 * ratio)]
+        ordered = [head for group in pairs for head in (*group[::2], *group[1::2])]
+        tensors = [torch.cat(ordered), *tensors[1:]]
     query, key, value = (t.split(hf.head_dim) for t in tensors)
     per_group, own = len(query) // len(key), len(key) // ranks
     heads = []
@@ -105,6 +156,10 @@ def qkv_by_head(tensors: list[torch.Tensor], hf, rank: int, ranks: int) -> torch
 
 def expected(plan, tensors: list[torch.Tensor], hf, rank: int, ranks: int) -> torch.Tensor:
     name, first = plan.names[0], tensors[0]
+    if "in_proj" in name or "conv1d" in name:
+        return net_by_head(name, tensors, hf, rank, ranks)
+    if "A_log" in name or "dt_bias" in name:
+        return first.tensor_split(ranks)[rank]
     if "qkv_proj" in name:
         keys = hf.num_key_value_heads * hf.head_dim
         tensors = list(first.split([len(first) - 2 * keys, keys, keys]))
@@ -116,7 +171,7 @@ def expected(plan, tensors: list[torch.Tensor], hf, rank: int, ranks: int) -> to
         return qkv_by_head(tensors, hf, rank, ranks)
     if "gate_proj" in name or "gate_up_proj" in name:
         return torch.cat([t.tensor_split(ranks)[rank] for t in tensors])
-    if "o_proj" in name or "down_proj" in name:
+    if "o_proj" in name or "down_proj" in name or "out_proj" in name:
         return first.tensor_split(ranks, 1)[rank]
     if "embed_tokens" in name or "lm_head" in name:
         padded = torch.zeros(padded_vocab(hf, ranks), first.shape[1])
@@ -189,6 +244,10 @@ def test_shapes_that_do_not_fit_are_refused():
         match="model.embed_tokens.weight has 12 rows, but config.json says vocab_size=10",
     ):
         layout("embedding.word_embeddings.weight", hf).shard(hf, [File(torch.zeros(12, 16))], 0, 2)
+    with pytest.raises(ValueError, match="q_proj.weight has 12 rows, but config.json implies 4096"):
+        layout("decoder.layers.0.self_attention.linear_qkv.weight", hf).shard(
+            hf, [File(torch.zeros(12, 16))] * 3, 0, 2
+        )
     with pytest.raises(
         ValueError, match="15 rows or columns cannot be split over 2 tensor-parallel ranks"
     ):

@@ -8,9 +8,11 @@ from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 from areal_lite.config import TrainerConfig, settings_of
 from areal_lite.megatron.architectures import check_supported
 from areal_lite.quickstart import make_model
-from areal_lite.quickstart.command import MakeModelConfig
+from areal_lite.quickstart.command import EXPERTS, MakeModelConfig
 
 TINY = dict(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, mlp_size=16)
+
+UNTIED = ("qwen3_moe", "qwen3_next")
 
 
 @pytest.mark.parametrize("architecture", settings_of(MakeModelConfig)["architecture"].choices)
@@ -20,7 +22,7 @@ def test_the_trainer_takes_each_architecture(tmp_path, architecture):
         MakeModelConfig(
             out=str(out),
             architecture=architecture,
-            tie_embeddings=architecture != "qwen3_moe",
+            tie_embeddings=architecture not in UNTIED,
             **TINY,
         )
     )
@@ -28,8 +30,8 @@ def test_the_trainer_takes_each_architecture(tmp_path, architecture):
     assert hf.model_type == architecture
     check_supported(hf, TrainerConfig(tensor_parallel=2))
     weights = load_file(out / "model.safetensors")
-    assert ("lm_head.weight" in weights) == (architecture == "qwen3_moe")
-    if architecture == "qwen3_moe":
+    assert ("lm_head.weight" in weights) == (architecture in UNTIED)
+    if architecture in EXPERTS:
         assert (
             weights["model.layers.1.mlp.experts.7.down_proj.weight"].std()
             < 0.6 * weights["model.layers.1.mlp.experts.7.up_proj.weight"].std()
@@ -66,6 +68,7 @@ def test_the_default_is_a_qwen3_with_gpt2_residuals(tmp_path):
     "fields, message",
     [
         ({"architecture": "qwen3_moe"}, "tie_embeddings=true with architecture=qwen3_moe"),
+        ({"architecture": "qwen3_next"}, "tie_embeddings=true with architecture=qwen3_next"),
         ({"num_experts": 1}, "experts_per_token=2 of num_experts=1"),
         ({"num_heads": 3}, "num_heads=3 is not a multiple of num_kv_heads=2"),
     ],
