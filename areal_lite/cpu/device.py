@@ -77,6 +77,8 @@ def server_environment() -> dict[str, str]:
         # Products of each number of rows have a oneDNN primitive of 0.4 MB. 1,024 would be kept.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         "LRU_CACHE_CAPACITY": "256",
+        # Of gated delta nets. SGLang's default is bfloat16.
+        "SGLANG_MAMBA_CONV_DTYPE": "float32",
         **_HUGE_PAGES,
     }
 

@@ -20,6 +20,7 @@ from areal_lite.system.files import read_json
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Tensors that a checkpoint may have and a model may do without.
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_MTP = "mtp."  # predicts several tokens at once, for speculation, and is not trained
 _OPTIONAL = (".bias", ".inv_freq", _HEAD)
 _CHUNK = 1 << 26  # bytes that are compared at a time
 # The names in `megatron.architectures`, which imports torch.
@@ -179,10 +180,8 @@ def check_weights(folder: Path) -> None:
     for name in tensor_names(config):
         if name not in tensors:
             raise ValueError(f"{folder}: no tensor {name}; copy the checkpoint again")
-    others = tensors.keys() - set(tensor_names(config))
-    # Weights that predict several tokens at once serve speculation alone, and are not trained.
-    extra = {name for name in others if not name.startswith("mtp.")}
-    if extra := {name for name in extra if not name.endswith(_OPTIONAL)}:
+    others = {name for name in tensors if not name.startswith(_MTP)} - set(tensor_names(config))
+    if extra := {name for name in others if not name.endswith(_OPTIONAL)}:
         raise ValueError(
             f"{tensors[min(extra)]}: config.json's {kind} has no tensor {min(extra)};"
             " copy both from the same checkpoint"

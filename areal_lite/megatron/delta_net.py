@@ -260,7 +260,7 @@ def fused_rule(device: str, dtype: torch.dtype) -> Rule | None:
     """Return the `Rule` of flash-linear-attention for pieces of any length, if it computes here."""
     if device != "cuda" or dtype == torch.float32 or find_spec("fla") is None:
         return None
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
 
     def rule(inputs: Inputs, bounds: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         batch = (x[None].contiguous() for x in inputs)

@@ -261,7 +261,8 @@ def _read_parameter(
     original: Callable, self: Any, name: str, truncate_size: int = 100
 ) -> list | None:
     """Return the first rows of a parameter as nested lists of floats; None if it is unknown."""
-    parameter = dict(self.get_model().named_parameters()).get(name)
+    found = dict(self.get_model().named_parameters())
+    parameter = found.get(name, found.get(name.replace(".self_attn", "")))  # Qwen3-Next's name
     return None if parameter is None else parameter[:truncate_size].float().cpu().tolist()
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from areal_lite.config import TrainConfig, TrainerConfig
 from areal_lite.controller.protocol import PushTargets
-from areal_lite.data.model_folder import check_weights
+from areal_lite.data.model_folder import DELTA_NETS, check_weights
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
@@ -29,8 +29,9 @@ from tests.ranks import test_architectures
 from tests.ranks.engine_worker import random_batch
 from tests.ranks.test_families import FAMILIES
 
+QUICK = ("mistral_window", "olmo3_yarn", "qwen3_5_moe")
 SERVED = [
-    pytest.param(name, marks=[] if name in ("mistral_window", "olmo3_yarn") else [pytest.mark.slow])
+    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
     for name in FAMILIES
     if name != "smollm3_window"
 ]
@@ -47,7 +48,9 @@ def make_model(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path
         rope = config.pop("rope_parameters")
         config["rope_theta"] = rope.pop("rope_theta")
         config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
-        (folder / "config.json").write_text(json.dumps(config))
+    if config["model_type"] in DELTA_NETS:
+        config["full_attention_interval"] = 1 + config["layer_types"].index("full_attention")
+    (folder / "config.json").write_text(json.dumps(config))
     tensors = {
         key: tensor
         for path in sorted(folder.glob("*.safetensors"))
@@ -112,7 +115,8 @@ def test_server_and_trainer_agree(tmp_path, current_entry_points, monkeypatch, n
     with running(model, tmp_path, current_entry_points, "one") as (server,), process_group():
         for version, (folder, transport) in enumerate(pushed):
             if transport:
-                push(folder, [server], transport, version)
+                report = push(folder, [server], transport, version)
+                assert report.verified and not report.failed
             answers.append(generate(server, prompts[version]))
     for (folder, _), prompt, (tokens, logprobs) in zip(pushed, prompts, answers):
         expected = trained(folder, prompt + tokens)
@@ -120,7 +124,7 @@ def test_server_and_trainer_agree(tmp_path, current_entry_points, monkeypatch, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["phi4", "olmo3"])
+@pytest.mark.parametrize("name", ["phi4", "olmo3", "qwen3_5"])
 def test_a_server_adds_adapters_to_the_matrices_of_its_file(
     tmp_path, current_entry_points, monkeypatch, name
 ):
@@ -128,7 +132,7 @@ def test_a_server_adds_adapters_to_the_matrices_of_its_file(
     merged = changed(model, tmp_path / "merged")
     torch.manual_seed(6)
     weights, adapters = load_file(model / "model.safetensors"), []
-    for key in [key for key in weights if "_proj." in key]:
+    for key in [key for key in weights if "_proj" in key]:
         a, b = torch.randn(2, weights[key].shape[1]), 0.1 * torch.randn(len(weights[key]), 2)
         each = key.removesuffix(".weight")
         adapters += [(f"{each}.lora_A.weight", a), (f"{each}.lora_B.weight", b)]

@@ -94,7 +94,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        target = args[0] if args else None
+        # SGLang's centered norms also compute 1 + weight, for kernels that only a GPU has.
+        target = kwargs.get("out", args[0] if args else None)
         if not func._schema.is_mutable or not isinstance(target, torch.Tensor):
             return func(*args, **kwargs)
         if _storage(target) not in self._storages:

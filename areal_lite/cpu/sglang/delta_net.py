@@ -1,0 +1,119 @@
+"""Qwen3-Next and Qwen3.5 without a GPU: SGLang's models, with one kernel for gated delta nets.
+
+SGLang keeps the pools of states and says which request has which. Its kernels for them are in
+Triton, or in a build of its own for one kind of processor.
+
+Prefixes are not cached: a cached prefix would need its states, too, which SGLang keeps on a GPU
+only, or for pages of one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from areal_lite.cpu.kernels import delta_net
+from areal_lite.data.model_folder import DELTA_NETS
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+# Requests that run at a time, unless a setting says otherwise. SGLang would fill the memory.
+_STATES = 128
+_CONFIGURE = "arg_groups.model_hook.handle_mamba_radix_cache"
+_WRAP = "model_executor.model_runner_components.attention_backend_setup.attn_backend_wrapper"
+
+
+def hooks() -> tuple[tuple[str, Callable[..., Any]], ...]:
+    """Return what takes the place of which functions of SGLang, around them."""
+    return (
+        (_CONFIGURE, _configure),
+        (_WRAP, _with_states),
+        ("models.qwen3_next.Qwen3GatedDeltaNet.forward", _forward),
+        ("models.qwen3_5.Qwen3_5GatedDeltaNet.forward", _forward),
+        ("models.qwen3_5.fused_sigmoid_mul", _gated),
+        ("models.qwen2_moe.fused_gate_sigmoid_mul_add", _add_shared_expert),
+    )
+
+
+def _configure(original: Callable[..., None], arguments: Any, hf_config: Any) -> None:
+    """Switch the prefix cache off for models with states, and limit their number."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    if hf_config.model_type in DELTA_NETS:
+        given = resolving_view(arguments)
+        states = given.max_mamba_cache_size or given.max_running_requests or _STATES
+        limits = {"disable_radix_cache": True, "max_mamba_cache_size": states}
+        declare_resolution(arguments, __name__, **limits)
+    original(arguments, hf_config)
+
+
+def _with_states(original: Callable[..., Any], runner: Any, attention: Any) -> Any:
+    """Return the attention backend of a model, with one for its states if it has any."""
+    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
+
+    config = hybrid_gdn_config(runner.model_config)
+    if config is None:
+        return original(runner, attention)
+    from sglang.srt.layers.attention.hybrid_linear_attn_backend import (
+        HybridLinearAttnBackend,
+        MambaAttnBackendBase,
+    )
+
+    return HybridLinearAttnBackend(
+        attention, MambaAttnBackendBase(runner), config.full_attention_layer_ids
+    )
+
+
+def _forward(original: Callable[..., Tensor], net: Any, hidden: Tensor, batch: ForwardBatch):
+    """Compute a layer for the tokens of a batch: [tokens, hidden] -> the same."""
+    from sglang.srt.model_executor.forward_context import get_attn_backend
+
+    hybrid: Any = get_attn_backend()
+    backend = hybrid.linear_attn_backend
+    q, k, v, gate, b, a = net.fix_query_key_value_ordering(
+        net.in_proj_qkvz(hidden)[0], net.in_proj_ba(hidden)[0]
+    )
+    x = torch.cat([part.flatten(1) for part in (q, k, v)], 1).float()
+    rate = F.softplus(a.float() + net.dt_bias.float())
+    decay = (-net.A_log.float().exp() * rate).exp()
+    described = backend.forward_metadata
+    cache = backend.req_to_token_pool.mamba2_layer_cache(net.layer_id)
+    slots = described.mamba_cache_indices.long()
+    before, states = (pool[slots].float().contiguous() for pool in (cache.conv[0], cache.temporal))
+    if batch.extend_prefix_lens is not None and batch.forward_mode.is_extend():
+        fresh = batch.extend_prefix_lens == 0
+        before[fresh], states[fresh] = 0, 0
+    out = torch.empty(len(x), net.num_v_heads, net.head_v_dim)
+    delta_net.advance(
+        x.numpy(),
+        described.query_start_loc.numpy().astype(np.int64),
+        net.conv1d.weight.squeeze(1).float().numpy(),
+        decay.contiguous().numpy(),
+        b.float().sigmoid().contiguous().numpy(),
+        before.numpy(),
+        states.numpy(),
+        out.numpy(),
+    )
+    cache.conv[0][slots] = before.to(cache.conv[0].dtype)
+    cache.temporal[slots] = states.to(cache.temporal.dtype)
+    scale = torch.rsqrt(out.square().mean(-1, keepdim=True) + net.layer_norm_epsilon)
+    out = out * scale * net.norm.weight.float() * F.silu(gate.reshape(out.shape).float())
+    return net.out_proj(out.to(hidden.dtype).flatten(1))[0]
+
+
+def _gated(original: Callable[..., Tensor], x: Tensor, gate: Tensor, inplace: bool = True):
+    """Multiply the results of attention by their gates."""
+    return x * gate.reshape(x.shape).sigmoid()
+
+
+def _add_shared_expert(
+    original: Callable[..., None], x: Tensor, weight: Tensor, shared: Tensor, total: Tensor
+) -> None:
+    """Add the result of the shared expert, times its gate, to `total`."""
+    total += F.linear(x, weight[None]).sigmoid() * shared
