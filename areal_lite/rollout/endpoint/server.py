@@ -107,7 +107,7 @@ class Conversation:
         """
         assert self.transcript is not None
         tokenizer, before = self.transcript.episode.tokenizer, len(self.transcript.tokens)
-        end_text = "" if request.begins else self.transcript.end_text()
+        end_text = self.transcript.end_text()
         sampled = await self.transcript.sample(request.max_tokens, request.stop)
         text, after = tokenizer.decode(sampled.tokens), len(self.transcript.tokens)
         stops = [(place, stop) for stop in request.stop if (place := text.find(stop)) >= 0]

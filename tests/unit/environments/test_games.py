@@ -158,7 +158,7 @@ class TestGymnasium:
 
         self.package.register("Echo-v0", Echo)
         prompt = problems(tokenizer, game="gymnasium:Echo-v0", seed=5)[0]
-        trace = play(tokenizer, prompt, ["a", "too long to be one", " 5 "])
+        trace = play(tokenizer, prompt, ["a", "too long to be one", "<think>no</think> 5 "])
         assert trace.reward == 3.0
         text = text_of(tokenizer, trace)
         assert text.startswith("Say 5 <a> Not a <too long") and "is not an action" in text

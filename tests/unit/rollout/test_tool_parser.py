@@ -206,6 +206,27 @@ def test_every_api_has_the_thought_beside_the_content(tokenizer, streams: bool) 
     assert text == "a? <<think>so</think>a> b? <b> c? <<think>oh</think>c> d? <d>"
 
 
+def test_a_thought_that_the_prompt_has_begun(tokenizer, monkeypatch) -> None:
+    """A call that is required begins without one."""
+    end = "{{ '<|im_start|>assistant\\n' }}"
+    assert CHAT_TEMPLATE.count(end) == 1
+    template = CHAT_TEMPLATE.replace(end, "{{ '<|im_start|>assistant\\n<think>\\n' }}")
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+
+    async def agent(asker: Asker) -> None:
+        *_, message = history = await asker.ask([user("a?")], tools=TOOLS)
+        assert (message["content"], message["reasoning_content"]) == ("a", f"so {LLAMA}")
+        settings = {"tools": TOOLS, "tool_choice": "required"}
+        *_, message = await asker.ask([*history, user("b?")], **settings)
+        (call,) = message["tool_calls"]
+        assert call["function"] == {"name": "look", "arguments": '{"at": "it"}'}
+        *_, message = await asker.ask([*history, user("c?")], tools=TOOLS)
+        assert message == {"role": "assistant", "content": "", "reasoning_content": LLAMA}
+
+    script = [f"so {LLAMA}</think>a", 'look", "arguments": {"at": "it"}}', LLAMA]
+    traces_of(tokenizer, agent, script, tool_parser="llama3", reasoning_parser="auto")
+
+
 def test_no_call_can_be_required_of_a_format_without_a_beginning(tokenizer) -> None:
     async def agent(asker: Asker) -> None:
         with pytest.raises(openai.BadRequestError, match=r"auto or none.*\(glm45\)"):

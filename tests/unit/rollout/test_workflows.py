@@ -307,6 +307,23 @@ async def capital(country: str) -> str:
     assert text.endswith(f"42{END}") and trajectory.reward is None
 
 
+def test_a_tool_is_not_called_in_a_thought_that_the_prompt_has_begun(
+    tokenizer, monkeypatch
+) -> None:
+    begun = tokenizer.chat_template.replace(
+        "assistant\\n' }}{% endif", "assistant\\n<think>' }}{% endif"
+    )
+    assert begun != tokenizer.chat_template
+    monkeypatch.setattr(tokenizer, "chat_template", begun)
+    script = ["Or " + call("python", code="print(1)"), "never asked"]
+    trajectory, client = play_one(
+        tokenizer, Tools(["python"]), chat_prompt(tokenizer), script, max_new_tokens=5000
+    )
+    assert_recorded(trajectory, client)
+    text = text_of(tokenizer, trajectory.tokens)
+    assert text.endswith(f"<think>{script[0]}{END}") and "<tool_response>" not in text
+
+
 def test_tools_end_after_their_turns_and_long_answers_are_cut(tokenizer) -> None:
     tools = Tools(["python"], max_turns=2, max_characters=50)
     trajectory, client = play_one(
