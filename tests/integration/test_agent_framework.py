@@ -11,7 +11,6 @@ from smolagents import OpenAIModel, ToolCallingAgent, tool
 
 from areal_lite.rollout.endpoint.server import AgentEndpoint
 from areal_lite.rollout.episode import sampled_turns
-from areal_lite.rollout.workflows.tools import begin_tool_call
 from tests.unit.rollout.episodes import chat_prompt, playing, save_chat_tokenizer
 
 
@@ -26,8 +25,13 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+# The beginning of a call of any tool, which the endpoint writes for the policy.
+BEGUN = '<tool_call>{"name":"'
+
+
 def tool_call(name: str, **arguments: object) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+    called = json.dumps({"name": name, "arguments": arguments}, separators=(",", ":"))
+    return f"<tool_call>{called}</tool_call>"
 
 
 def solve(base_url: str, api_key: str, settings: dict) -> object:
@@ -37,7 +41,7 @@ def solve(base_url: str, api_key: str, settings: dict) -> object:
 
 @pytest.mark.parametrize(
     ("settings", "before", "begun"),
-    [({"tool_choice": "auto"}, "I add. ", ""), ({}, "", begin_tool_call())],
+    [({"tool_choice": "auto"}, "I add. ", ""), ({}, "", BEGUN)],
 )
 def test_smolagents_calls_its_tools_and_answers(
     tmp_path: Path, settings: dict, before: str, begun: str
