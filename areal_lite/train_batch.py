@@ -28,8 +28,9 @@ _SEQUENCE_ARRAYS = {
     "source_keys": np.int64,
 }
 _ARRAYS = {**_TOKEN_ARRAYS, **_SEQUENCE_ARRAYS, "cu_seqlens": np.int64}
-# The dtypes that each array may have.
-_DTYPES = {name: (np.dtype(dtype),) for name, dtype in _ARRAYS.items()} | {"routes": DTYPES}
+# The dtypes that each array may have. A batch may lack the last two.
+_DTYPES = {name: (np.dtype(dtype),) for name, dtype in _ARRAYS.items()}
+_DTYPES |= {"turn_rewards": (np.dtype(np.float32),), "routes": DTYPES}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,6 +49,8 @@ class TrainBatch:
     kv_versions: np.ndarray  # int32 [n], as in Trajectory
     source_keys: np.ndarray  # int64 [n], the `source_key` of each trajectory's data source
     cu_seqlens: np.ndarray  # int64 [n + 1]; sequence i owns [cu_seqlens[i], cu_seqlens[i + 1])
+    # float32 [T], what a turn earned, at its last token, else 0. None if no workflow says so.
+    turn_rewards: np.ndarray | None = None
     routes: np.ndarray | None = None  # [T, layers, top_k], as in Trajectory; None without any
 
     @classmethod
@@ -79,6 +82,7 @@ class TrainBatch:
             kv_versions=np.array([t.kv_version for t in trajectories], np.int32),
             source_keys=np.array([source_key(t.prompt_id) for t in trajectories], np.int64),
             cu_seqlens=_cumulative(lengths),
+            turn_rewards=_turn_rewards(trajectories),
             routes=join_routes([t.routes for t in trajectories], lengths) if with_routes else None,
         )
 
@@ -135,6 +139,7 @@ class TrainBatch:
             **{name: getattr(self, name)[token_indices] for name in _TOKEN_ARRAYS},
             **{name: getattr(self, name)[indices] for name in _SEQUENCE_ARRAYS},
             cu_seqlens=_cumulative(self.lengths[indices]),
+            turn_rewards=None if self.turn_rewards is None else self.turn_rewards[token_indices],
             routes=None if self.routes is None else self.routes[token_indices],
         )
 
@@ -155,7 +160,8 @@ class TrainBatch:
         """Decode the frames of `to_frames`. Raises ValueError for frames of something else."""
         header = msgspec.msgpack.decode(frames[0], type=list[tuple[str, str, list[int]]])
         names = [name for name, *_ in header]
-        if names not in (list(_ARRAYS), list(_DTYPES)) or len(frames) != len(header) + 1:
+        known = [name for name in _DTYPES if name in _ARRAYS or name in names]
+        if names != known or len(frames) != len(header) + 1:
             raise ValueError(f"not a batch: {header} in {len(frames)} frames")
         arrays = {}
         for (name, dtype, shape), frame in zip(header, frames[1:]):
@@ -167,6 +173,19 @@ class TrainBatch:
             # Copied because a socket's buffer is read-only and may be reused.
             arrays[name] = array.reshape(shape).copy()
         return cls(**arrays)
+
+
+def _turn_rewards(trajectories: Sequence[Trajectory]) -> np.ndarray | None:
+    """Place what turns earned at their last tokens: float32 [T]; None if no trajectory says so."""
+    if all(t.turn_rewards is None for t in trajectories):
+        return None
+    placed = []
+    for t in trajectories:
+        placed.append(np.zeros(len(t.tokens), np.float32))
+        if t.turn_rewards is not None:
+            last = t.loss_mask & ~np.append(t.loss_mask[1:], False)
+            placed[-1][last] = t.turn_rewards
+    return np.concatenate(placed)
 
 
 def source_key(prompt_id: str) -> int:

@@ -25,6 +25,7 @@ the environment, and a second turn. L = 8, three segments:
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -99,6 +100,8 @@ class Trajectory:
     finish_reason: str  # a FinishReason
     trace_index: int = 0  # its own number within the episode
     reward: float | None = None  # None until it is scored
+    # What each of its turns earned, if the workflow says so: a part of `reward` or of another sign.
+    turn_rewards: list[float] | None = None
     started_at: float = 0.0  # wall-clock seconds
     finished_at: float = 0.0
     server: str = ""  # the name of that of its last turn
@@ -146,6 +149,10 @@ class Trajectory:
             return f"versions go backwards: {[(s.version, s.start, s.end) for s in self.segments]}"
         if some((self.behavior_logprobs > _LOGPROB_SLACK) & (self.behavior_logprobs < np.inf)):
             return f"a log-prob above zero: {np.nanmax(self.behavior_logprobs)}"
+        if self.turn_rewards is not None:
+            turns = some(mask[1:] & given[:-1])  # the first token is not sampled
+            if len(self.turn_rewards) != turns or not all(map(math.isfinite, self.turn_rewards)):
+                return f"{turns} turns but the turn rewards {self.turn_rewards}"
         return None if self.routes is None else _broken_routes(self.routes, mask)
 
     @property

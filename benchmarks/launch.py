@@ -97,12 +97,19 @@ def warm_up(work: Path, seed: int, model: list[str], settings: list[str]) -> Pat
             f"run_dir={work / f'sft-{seed}'}",
             f"seed={seed}",
         ]
-        _stage("make_model", work / f"cold-{seed}.log", f"out={cold}", f"seed={seed}", *model)
-        _stage("sft", work / f"warm-{seed}.log", *own, *settings)
+        make_model(cold, seed, *model)
+        stage("sft", work / f"warm-{seed}.log", *own, *settings)
     return warm
 
 
-def _stage(name: str, log: Path, *settings: str) -> None:
+def make_model(folder: Path, seed: int, *settings: str) -> None:
+    """Make a small random model, unless it is there."""
+    if not folder.exists():
+        log = folder.with_suffix(".log")
+        stage("make_model", log, f"out={folder}", f"seed={seed}", *settings)
+
+
+def stage(name: str, log: Path, *settings: str) -> None:
     """Run a stage of the quickstart. Raises CalledProcessError."""
     command = [sys.executable, "-m", f"areal_lite.quickstart.{name}", *settings]
     with log.open("w") as file:

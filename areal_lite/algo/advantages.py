@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from areal_lite.algo.sequences import count_ids, discounted_sum, group_mean
+from areal_lite.algo.sequences import count_ids, discounted_sum, ends, group_mean
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, margin: int) -> Tensor:
@@ -174,15 +174,20 @@ def reinforce_plus_plus(
     sequence_ids: Tensor,
     *,
     gamma: float = 1.0,
+    turn_ids: Tensor | None = None,
     reduce: Callable[[Tensor], Tensor] = lambda partial: partial,
 ) -> Tensor:
     """Compute REINFORCE++ advantages from token rewards float [t]: float [t], 0 where masked.
 
     Token returns G_t = r_t + gamma G_{t+1}, whitened over the unmasked tokens of all ranks
     (arXiv 2501.03262v9, eq. 4 and 5). The rewards come from `token_rewards`, with the KL term.
+    turn_ids: as in `gae`.
     """
-    returns = torch.zeros_like(rewards)
-    returns[mask] = discounted_sum(rewards[mask], sequence_ids[mask], gamma)
+    returns, ids = torch.zeros_like(rewards), sequence_ids[mask]
+    discount = torch.full_like(rewards[mask], gamma)
+    if turn_ids is not None:
+        discount[~ends(turn_ids[mask])] = 1.0
+    returns[mask] = discounted_sum(rewards[mask], ids, discount)
     return whiten(returns, moments(returns, mask, reduce=reduce), mask=mask)
 
 
@@ -195,6 +200,7 @@ def gae(
     gamma: float = 1.0,
     lam: float = 1.0,
     bootstrap: Tensor | None = None,
+    turn_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute generalized advantage estimates of ragged sequences: advantages, returns, float [t].
 
@@ -203,15 +209,19 @@ def gae(
     *unmasked* token of the sequence: tokens that the policy did not sample take no time, and their
     rewards and values are ignored. Results are 0 where masked. bootstrap: float [n] by sequence id,
     V after the last token of sequences that were cut off; 0 by default.
+
+    turn_ids: int64 [t], the turn of each token. A step of time is then a turn: gamma and lam count
+    from one turn to the next, and are 1 within a turn. All its tokens have the same return.
     """
     ids, kept_values = sequence_ids[mask], values[mask]
-    ends = torch.ones_like(ids, dtype=torch.bool)
-    ends[:-1] = ids[1:] != ids[:-1]
     after = torch.zeros_like(kept_values) if bootstrap is None else bootstrap[ids]
-    following = torch.where(ends, after, kept_values.roll(-1))
+    following = torch.where(ends(ids), after, kept_values.roll(-1))
     advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
-    advantages[mask] = discounted_sum(
-        rewards[mask] + gamma * following - kept_values, ids, gamma * lam
-    )
+    step, trace = torch.full_like(kept_values, gamma), torch.full_like(kept_values, gamma * lam)
+    if turn_ids is not None:
+        within = ~ends(turn_ids[mask])
+        step[within] = trace[within] = 1.0
+    delta = rewards[mask] + step * following - kept_values
+    advantages[mask] = discounted_sum(delta, ids, trace)
     returns[mask] = advantages[mask] + kept_values
     return advantages, returns

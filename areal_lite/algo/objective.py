@@ -37,6 +37,7 @@ from areal_lite.algo.sequences import (
     sequence_length,
     sequence_sum,
 )
+from areal_lite.algo.turns import Turns, credits, find_turns, relative_to_turns
 
 if TYPE_CHECKING:
     from areal_lite.config.algo import AdvantageConfig, AlgoConfig
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
 Reduce = Callable[[Tensor], Tensor]  # sums over the data-parallel ranks; every rank calls it
 Logprobs = Callable[[], Tensor]
 
-_NOT_PER_TOKEN = {"version", "rewards", "group_ids", "episode_ids", "truncated"}
+_NOT_PER_TOKEN = {"version", "earned", "rewards", "truncated"}
+_NOT_PER_TOKEN |= {"group_ids", "episode_ids", "trace_indices"}
 
 
 @dataclass(kw_only=True)
@@ -70,10 +72,13 @@ class FlatBatch:
     values: Tensor = field(init=False)
     advantages: Tensor = field(init=False)  # float32
     returns: Tensor = field(init=False)  # float32: the targets of the critic
+    # float32: what a turn earned, at its last token, else 0; for the whole batch only
+    earned: Tensor | None = None
     # Of sequences, [n]:
     rewards: Tensor  # float32
     group_ids: Tensor  # int64: sequences of one prompt share an id
     episode_ids: Tensor  # int64: the index, from 0, of the episode of which it is a trace
+    trace_indices: Tensor  # int: its number within that episode
     truncated: Tensor  # bool: it ended at the token limit
 
     @property
@@ -250,24 +255,18 @@ class PolicyObjective(Objective):
         rewards, divergence = self.shaped_rewards(batch), None
         if kl.coef and kl.into == "reward":
             divergence = kl_estimate(batch.prox, batch.reference, mask, estimator=kl.estimator)
+        turns = None
+        if advantage.credit == "turns":
+            turns = find_turns(batch.sampled, batch.sequence_ids)
         match advantage.estimator:
             case "grpo" | "rloo":
                 if divergence is not None:  # that of the whole episode
                     ids, num = batch.token_episodes, len(rewards)
                     by_episode = sequence_sum(divergence, mask, ids, num=num)
                     rewards = rewards - kl.coef * by_episode[batch.episode_ids]
-                by_sequence = _relative_to_group(rewards, batch, advantage, reduce)
-                batch.advantages = by_sequence[batch.sequence_ids]
+                batch.advantages = self._relative_to_group(batch, rewards, turns, reduce)
             case "reinforce_pp" | "gae":
-                by_token = advantages.token_rewards(
-                    rewards, mask, batch.sequence_ids, divergence=divergence, beta=kl.coef
-                )
-                if advantage.estimator == "gae":
-                    batch.advantages, batch.returns = self._gae(batch, by_token)
-                else:
-                    batch.advantages = advantages.reinforce_plus_plus(
-                        by_token, mask, batch.sequence_ids, gamma=advantage.gamma, reduce=reduce
-                    )
+                self._set_by_token(batch, rewards, divergence, turns, reduce)
             case _:  # off
                 batch.advantages = torch.zeros_like(batch.behavior)
         if advantage.whiten:
@@ -282,7 +281,56 @@ class PolicyObjective(Objective):
             divergence = kl_estimate(batch.prox, batch.reference, mask, estimator="k1")
             batch.advantages = batch.advantages - kl.coef * divergence
 
-    def _gae(self, batch: FlatBatch, rewards: Tensor) -> tuple[Tensor, Tensor]:
+    def _credits(self, batch: FlatBatch, rewards: Tensor, turns: Turns) -> Tensor:
+        """Divide the shaped rewards of sequences among their turns: float [k]."""
+        earned = batch.earned
+        return credits(rewards, None if earned is None else self.algo.shaping.scale * earned, turns)
+
+    def _relative_to_group(
+        self, batch: FlatBatch, rewards: Tensor, turns: Turns | None, reduce: Reduce
+    ) -> Tensor:
+        """Compute advantages relative to groups from rewards of sequences: float [T]."""
+        advantage, group_ids = self.algo.advantage, batch.group_ids
+        if turns is None:
+            by_sequence = _relative(rewards, group_ids, advantage, reduce, batch.episode_ids)
+            return by_sequence[batch.sequence_ids]
+        by_turn = relative_to_turns(
+            self._credits(batch, rewards, turns),
+            turns,
+            group_ids,
+            batch.trace_indices,
+            gamma=advantage.gamma,
+            relative=lambda returns, ids: _relative(returns, ids, advantage, reduce),
+        )
+        return by_turn[turns.of_token]
+
+    def _set_by_token(
+        self,
+        batch: FlatBatch,
+        rewards: Tensor,
+        divergence: Tensor | None,
+        turns: Turns | None,
+        reduce: Reduce,
+    ) -> None:
+        """Set advantages, and returns with `gae`, from rewards at ends of sequences or turns."""
+        advantage, ids, turn_ids = self.algo.advantage, batch.sequence_ids, None
+        if turns is not None:
+            ids = turn_ids = turns.of_token
+            rewards = self._credits(batch, rewards, turns)
+        by_token = advantages.token_rewards(
+            rewards, batch.mask, ids, divergence=divergence, beta=self.algo.kl.coef
+        )
+        if advantage.estimator == "gae":
+            batch.advantages, batch.returns = self._gae(batch, by_token, turn_ids)
+            return
+        settings = {"gamma": advantage.gamma, "turn_ids": turn_ids, "reduce": reduce}
+        batch.advantages = advantages.reinforce_plus_plus(
+            by_token, batch.mask, batch.sequence_ids, **settings
+        )
+
+    def _gae(
+        self, batch: FlatBatch, rewards: Tensor, turn_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Compute advantages and returns from rewards of tokens: float [T] each.
 
         The token limit is not a property of the task, so a truncated sequence is worth what would
@@ -291,8 +339,8 @@ class PolicyObjective(Objective):
         settings, ids = self.algo.advantage, batch.sequence_ids
         first = torch.searchsorted(ids, torch.arange(len(batch.truncated), device=ids.device))
         after = torch.where(batch.truncated, batch.values[first], 0.0)
-        discounts = {"gamma": settings.gamma, "lam": settings.lam}
-        return advantages.gae(rewards, batch.values, batch.mask, ids, **discounts, bootstrap=after)
+        options = {"gamma": settings.gamma, "lam": settings.lam, "turn_ids": turn_ids}
+        return advantages.gae(rewards, batch.values, batch.mask, ids, **options, bootstrap=after)
 
     def trains_on(self, batch: FlatBatch) -> Tensor:
         """Leave out sequences without an advantage, such as sequences of a group of equal rewards.
@@ -397,15 +445,18 @@ def _finite(tokens: FlatBatch) -> FlatBatch:
     return tokens
 
 
-def _relative_to_group(
-    rewards: Tensor, batch: FlatBatch, advantage: AdvantageConfig, reduce: Reduce
+def _relative(
+    rewards: Tensor,
+    group_ids: Tensor,
+    advantage: AdvantageConfig,
+    reduce: Reduce,
+    episode_ids: Tensor | None = None,
 ) -> Tensor:
-    group_ids, episode_ids = batch.group_ids, batch.episode_ids
     if advantage.estimator == "rloo":
         return advantages.rloo(rewards, group_ids, episode_ids=episode_ids)
     whole_batch = None
     if "batch" in (advantage.mean, advantage.std):
-        weights = advantages.shares(rewards, episode_ids)
+        weights = None if episode_ids is None else advantages.shares(rewards, episode_ids)
         whole_batch = advantages.moments(rewards, weights=weights, reduce=reduce)
     return advantages.grpo(
         rewards,

@@ -64,21 +64,31 @@ def group_mean(values: Tensor, present: Tensor, group_ids: Tensor) -> Tensor:
     return sequence_mean(values, present, group)[group]
 
 
-def discounted_sum(values: Tensor, sequence_ids: Tensor, discount: float) -> Tensor:
-    """Sum backward with a discount, y_t = x_t + c y_{t+1}, within each sequence: float [t] -> [t].
+def discounted_sum(values: Tensor, sequence_ids: Tensor, discount: float | Tensor) -> Tensor:
+    """Sum backward, y_t = x_t + c_t y_{t+1}, within each sequence: float [t] -> [t].
 
-    The tokens of a sequence stand side by side, in order. By doubling (Hillis and Steele, 1986):
-    after k passes y_t covers 2^k tokens. A cumulative sum divided by powers of c would take one
-    pass, but it overflows after some hundred tokens.
+    The tokens of a sequence stand side by side, in order. discount: c, or c_t as float [t].
+
+    By doubling (Hillis and Steele, 1986): after k passes y_t covers 2^k tokens. A cumulative sum
+    divided by powers of c would take one pass, but it overflows after some hundred tokens.
     """
-    result = values.clone()
-    reach = 1
+    result, reach = values.clone(), 1
     longest = int(torch.bincount(sequence_ids).max()) if len(sequence_ids) else 0
+    factor = torch.as_tensor(discount, dtype=values.dtype, device=values.device)
+    factor = factor.expand(len(values)) * ~ends(sequence_ids)  # of what is `reach` tokens further
     while reach < longest:
-        same = sequence_ids[:-reach] == sequence_ids[reach:]
-        result[:-reach] += torch.where(same, discount**reach * result[reach:], 0.0)
+        result[:-reach] += factor[:-reach] * result[reach:]
+        factor = factor[:-reach] * factor[reach:]
+        factor = torch.nn.functional.pad(factor, (0, reach))
         reach *= 2
     return result
+
+
+def ends(ids: Tensor) -> Tensor:
+    """Return which tokens are the last ones of a run of equal ids: int [t] -> bool [t]."""
+    last = torch.ones_like(ids, dtype=torch.bool)
+    last[:-1] = ids[1:] != ids[:-1]
+    return last
 
 
 def reduction_count(mask: Tensor, sequence_ids: Tensor, *, mode: str) -> int:

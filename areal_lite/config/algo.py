@@ -47,8 +47,15 @@ class AdvantageConfig:
         "grpo: divide by the standard deviation of the group or the batch, or not at all.",
         choices=("group", "batch", "off"),
     )
+    credit: str = setting(
+        "outcome",
+        "outcome: the reward of an episode. turns: what a turn and those after it earned.",
+        choices=("outcome", "turns"),
+    )
     whiten: bool = setting(False, "Normalize the advantages over all tokens of the batch.")
-    gamma: float = setting(1.0, "reinforce_pp, gae: discount per token.", within=(0, 1))
+    gamma: float = setting(
+        1.0, "reinforce_pp, gae: discount per token. credit=turns: per turn.", within=(0, 1)
+    )
     lam: float = setting(1.0, "gae: lambda, which trades variance for bias.", within=(0, 1))
 
 

@@ -138,6 +138,13 @@ def _check_objective(config: TrainConfig) -> None:
             "algo.loss=tb has a KL term in its target, and no advantages: set algo.kl.coef above "
             "0, algo.entropy_coef=0 and an estimator other than gae"
         )
+    if algo.advantage.credit == "turns" and (
+        algo.loss == "tb" or algo.advantage.estimator == "off"
+    ):
+        raise ValueError(
+            "algo.advantage.credit=turns divides rewards among turns, and neither algo.loss=tb nor "
+            "algo.advantage.estimator=off has advantages: use credit=outcome"
+        )
     margin, limit = algo.shaping.overlong_margin, config.rollout.max_new_tokens
     if margin > limit:
         raise ValueError(

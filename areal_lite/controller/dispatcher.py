@@ -93,7 +93,8 @@ class Curriculum:
 
 def zero_variance(group: Group) -> str | None:
     """Filter a group whose rewards are all equal: `rollout.filters=[zero_variance]`."""
-    return "zero_variance" if len({t.reward for t in group.trajectories}) == 1 else None
+    earned = {(t.reward, *(t.turn_rewards or ())) for t in group.trajectories}
+    return "zero_variance" if len(earned) == 1 else None
 
 
 async def first_reason(filters: Sequence[str], group: Group, source: Source) -> str | None:

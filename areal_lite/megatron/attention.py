@@ -195,8 +195,8 @@ class _Copies(torch.autograd.Function):
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (index,) = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (index,), grad = ctx.saved_tensors, grads[0]
         dtype = torch.promote_types(grad.dtype, torch.float32)
         total = grad.new_zeros(ctx.rows, grad[0].numel(), dtype=dtype)
         total.index_add_(0, index, grad.flatten(1).to(dtype))

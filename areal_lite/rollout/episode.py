@@ -228,6 +228,9 @@ class Transcript:
         self.finish_reason = "abort"
         self._chunks: list[GenerationChunk] = []
         self._requests = 0
+        # What a turn earned, by the number of tokens up to its end, and that of the last turn.
+        self._earned: dict[int, float] = {}
+        self._turn_end = 0
         self._started_at = episode.clock()
         self._append(episode.prompt.tokens if tokens is None else tokens)
         self._limit = self._length + episode.params.max_new_tokens
@@ -273,6 +276,7 @@ class Transcript:
                 completion.finish_reason = _at_a_text(completion.tokens, params, tokenizer)
         completion = _cut_at_stop(completion, params.stop, tokenizer)
         self._chunks += completion.chunks
+        self._turn_end = self._length
         self._requests += completion.requests
         self.finish_reason = completion.finish_reason
         return completion
@@ -304,6 +308,15 @@ class Transcript:
     def end_text(self) -> str:
         """Return the text of the last tokens so far, which may have begun a thought."""
         return self.episode.tokenizer.decode(self.tokens[-_END_TOKENS:], special=True)
+
+    def credit(self, reward: float) -> None:
+        """Say what the turn that was sampled last has earned (`algo.advantage.credit=turns`)."""
+        self._earned[self._turn_end] = self._earned.get(self._turn_end, 0.0) + float(reward)
+
+    @property
+    def earned(self) -> float | None:
+        """Return what the turns have earned together; None if nobody has said so."""
+        return sum(self._earned.values()) if self._earned else None
 
     async def sample_text(self, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> str:
         """Sample a completion and return its text without special tokens; see `sample`."""
@@ -365,12 +378,23 @@ class Transcript:
             versions=versions,
             finish_reason=self.finish_reason,
             reward=reward,
+            turn_rewards=self._turn_rewards(versions >= 0),
             started_at=self._started_at,
             finished_at=episode.clock(),
             requests=self._requests,
             kv_version=min((chunk.kv_version for chunk in sampled), default=-1),
             routes=self._all_routes(),
         )
+
+    def _turn_rewards(self, sampled: np.ndarray) -> list[float] | None:
+        """Return what each run of sampled tokens has earned; None if nobody has said so."""
+        if not self._earned:
+            return None
+        ends = np.flatnonzero(sampled & ~np.append(sampled[1:], False)) + 1
+        result = [0.0] * len(ends)
+        for end, reward in self._earned.items():
+            result[int(np.searchsorted(ends, end))] += reward
+        return result
 
     def _all_routes(self) -> np.ndarray | None:
         """Return the routes of all tokens. Tokens after the last request have no record."""

@@ -56,6 +56,7 @@ CREATE TABLE trajectories (
     sample_index INTEGER NOT NULL,
     trace_index INTEGER NOT NULL,
     reward REAL,
+    turn_rewards TEXT,
     finish_reason TEXT NOT NULL,
     n_prompt INTEGER NOT NULL,
     n_tokens INTEGER NOT NULL,
@@ -201,6 +202,7 @@ def _expand(packed: bytes, most: int) -> bytes:
 
 
 _SEGMENTS = msgspec.json.Decoder(list[tuple[int, int, int]])
+_TURN_REWARDS = msgspec.json.Decoder(list[float] | None)
 _KEY = ("group_id", "sample_index", "trace_index")
 _SEQUENCE = (*_KEY, "tokens", "logprobs", "texts", "routes")
 # The columns that are fields of Trajectory.
@@ -227,6 +229,7 @@ def to_rows(t: Trajectory, prompt: str | None, completion: str | None) -> Rows:
         t.trace_index,
         # SQLite has no negative zero.
         None if t.reward is None else float(t.reward) + 0.0,
+        None if t.turn_rewards is None else msgspec.json.encode(t.turn_rewards).decode(),
         t.finish_reason,
         n_prompt,
         len(t.tokens),
@@ -264,6 +267,7 @@ def decoded(row: Mapping[str, Any]) -> dict[str, Any]:
         row["tokens"] = unpack(packed, np.int32, length)
         row["logprobs"] = unpack(row["logprobs"], np.float32, length)
     row["segments"] = _SEGMENTS.decode(row["segments"])
+    row["turn_rewards"] = _TURN_REWARDS.decode(row["turn_rewards"] or "null")
     row["versions"] = np.full(length, -1, np.int32)
     for version, start, end in row["segments"]:
         row["versions"][start:end] = version
@@ -295,6 +299,7 @@ def from_row(row: Mapping[str, Any], prompt_id: str) -> Trajectory:
         loss_mask=whole["versions"] >= 0,
         behavior_logprobs=whole["logprobs"],
         versions=whole["versions"],
+        turn_rewards=whole["turn_rewards"],
         routes=unpack_routes(row["routes"], row["n_tokens"]),
     ).check()
     if [(s.version, s.start, s.end) for s in trajectory.segments] != whole["segments"]:

@@ -127,9 +127,7 @@ class Mlflow(Grouped):
         experiment: str = _PROJECT,
         **arguments: Any,
     ):
-        import mlflow
-
-        self._mlflow: Any = mlflow
+        self._mlflow: Any = (mlflow := importlib.import_module(self.package))
         if tracking_uri is not None:
             mlflow.set_tracking_uri(tracking_uri)
         elif "MLFLOW_TRACKING_URI" not in os.environ:

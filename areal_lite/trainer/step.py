@@ -181,7 +181,9 @@ def flat_batch(batch: TrainBatch, version: int, device: torch.device) -> FlatBat
         rewards=on_device(batch.rewards),
         group_ids=on_device(batch.group_ids),
         episode_ids=on_device(batch.episode_ids),
+        trace_indices=on_device(batch.trace_indices),
         truncated=on_device(batch.truncated),
+        earned=None if batch.turn_rewards is None else on_device(batch.turn_rewards),
     )
 
 

@@ -47,12 +47,13 @@ def routes_of(length: int, recorded: int, dtype: type = np.uint8) -> np.ndarray:
 
 
 trajectories = st.builds(
-    lambda prompt, steps, group, sample_index, reason, routed: trajectory(
+    lambda prompt, steps, group, sample_index, reason, earned, routed: trajectory(
         prompt,
         list(np.cumsum(steps)),
         group,
         sample_index,
         finish_reason=reason,
+        turn_rewards=[earned] * bool(steps) if earned else None,
         routes=routes_of(prompt + len(steps), prompt + len(steps) - 1) if routed else None,
     ),
     st.integers(1, 6),
@@ -60,6 +61,7 @@ trajectories = st.builds(
     st.integers(0, 4),
     st.integers(0, 3),
     st.sampled_from(["stop", "length"]),
+    st.sampled_from([None, 0.5, -1.0]),
     st.booleans(),
 )
 
@@ -105,6 +107,8 @@ def test_segments_cover_exactly_the_sampled_tokens(t):
         ({"behavior_logprobs": np.array([0, 0, 0, -1, 0.5, -1], np.float32)}, "above zero"),
         ({"behavior_logprobs": np.array([0, -1, 0, -1, -1, -1], np.float32)}, "not sampled"),
         ({"finish_reason": "done"}, "finish reason 'done'"),
+        ({"turn_rewards": [0.5, 0.5]}, r"1 turns but the turn rewards \[0.5, 0.5\]"),
+        ({"turn_rewards": [np.nan]}, "the turn rewards"),
         ({"routes": np.zeros((5, 2, 2), np.uint8)}, "6 tokens but routes of uint8"),
         ({"routes": np.zeros((6, 2, 2), np.int32)}, "routes of int32"),
         ({"routes": routes_of(6, recorded=4)}, "before a sampled one has no recorded route"),
@@ -121,6 +125,15 @@ def test_a_token_without_a_finite_log_prob_leaves_the_loss_but_not_the_sequence(
     batch = TrainBatch.from_trajectories([t.check()])
     np.testing.assert_array_equal(batch.loss_mask, [False, False, True, False, True])
     assert np.isfinite(batch.behavior_logprobs).all() and len(batch.tokens) == 5
+
+
+def test_what_a_turn_earned_stands_at_its_last_token():
+    two = trajectory(2, [0, 0, -1, 0, 0], turn_rewards=[0.5, -1.0])
+    two.loss_mask[4], two.behavior_logprobs[4] = False, 0.0
+    batch = TrainBatch.from_trajectories([trajectory(1, [0]), two.check()])
+    assert batch.turn_rewards is not None
+    assert batch.turn_rewards.tolist() == [0, 0, 0, 0, 0, 0.5, 0, 0, -1]
+    assert TrainBatch.from_trajectories([trajectory()]).turn_rewards is None
 
 
 @given(st.lists(trajectories, min_size=1, max_size=6))
@@ -172,6 +185,9 @@ def test_select_takes_whole_sequences(items, data):
         got, wanted = getattr(batch.select(chosen), name), getattr(expected, name)
         if name == "routes" and wanted is None and got is not None:
             assert not is_recorded(got).any()
+            continue
+        if name == "turn_rewards" and wanted is None and got is not None:
+            assert not got.any()
             continue
         np.testing.assert_array_equal(got, wanted)
 

@@ -15,10 +15,12 @@ class MultiTurn:
     and returns
       * a text, which becomes the user's next message;
       * None, to end the episode;
-      * a number, to end the episode with this reward.
+      * a number, to end the episode with this reward;
+      * a pair of such a text or None, and a number: what the answer has earned.
 
-    The episode also ends after `max_turns` answers, and when the token budget is used up. Without a
-    reward from `feedback`, the reward function scores the last answer.
+    The episode also ends after `max_turns` answers, and when the token budget is used up. Its
+    reward is what `feedback` has given for it, or for its answers together. Without any, the
+    reward function scores the last answer.
     """
 
     def __init__(self, feedback: str, max_turns: int = 4):
@@ -35,9 +37,12 @@ class MultiTurn:
             reply = await called(self._feedback, episode.prompt, list(answers))
             if isinstance(reply, Real):
                 return transcript.trajectory(float(reply))
+            if isinstance(reply, tuple):
+                reply, earned = reply
+                transcript.credit(earned)
             if (
                 reply is None
                 or len(answers) == self._max_turns
                 or not transcript.add_messages([{"role": "user", "content": reply}])
             ):
-                return transcript.trajectory()
+                return transcript.trajectory(transcript.earned)

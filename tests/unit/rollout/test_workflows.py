@@ -111,6 +111,8 @@ async def graded(prompt, answers):
     return 0.25 if len(answers) == 2 else "again"
 def never(prompt, answers):
     return "again"
+def credited(prompt, answers):
+    return [("again", 0.5), ("again", -1), (None, 2)][len(answers) - 1]
 """
 
 
@@ -158,6 +160,31 @@ def test_feedback_may_be_the_reward(tokenizer, user_code) -> None:
         tokenizer, MultiTurn("users:graded"), chat_prompt(tokenizer), ["a", "b"]
     )
     assert trajectory.reward == 0.25 and len(client.seen) == 2
+
+
+def test_feedback_may_say_what_each_answer_has_earned(tokenizer, user_code) -> None:
+    user_code(FEEDBACK)
+    prompt = chat_prompt(tokenizer)
+    trajectory, _ = play_one(tokenizer, MultiTurn("users:credited"), prompt, ["a", "b", "c"])
+    assert trajectory.turn_rewards == [0.5, -1.0, 2.0] and trajectory.reward == 1.5
+    workflow = MultiTurn("users:credited", max_turns=1)
+    trajectory, _ = play_one(tokenizer, workflow, prompt, ["a"])
+    assert trajectory.turn_rewards == [0.5] and trajectory.reward == 0.5
+
+
+def test_turns_without_a_gap_are_one_turn(tokenizer) -> None:
+    async def workflow(episode):
+        transcript = Transcript(episode)
+        for reward in (1.0, 2.0):
+            await transcript.sample()
+            transcript.credit(reward)
+        transcript.add_tokens(tokenizer.encode("next"))
+        transcript.credit(4.0)  # of the turn that was sampled last
+        await transcript.sample()
+        return transcript.trajectory(0.0)
+
+    trajectory, _ = play_one(tokenizer, workflow, chat_prompt(tokenizer), ["a", "b", "c"])
+    assert trajectory.turn_rewards == [7.0, 0.0]
 
 
 def test_plain_prompts_get_plain_feedback(tokenizer, user_code) -> None:

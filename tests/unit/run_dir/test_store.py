@@ -33,6 +33,7 @@ def trajectory(group_id: int, sample_index: int, sampled: int = 3) -> Trajectory
         versions=versions,
         finish_reason="stop",
         reward=0.5,
+        turn_rewards=[0.25] if sample_index % 2 else None,
         started_at=10.0,
         finished_at=11.0,
         server="server-1",

@@ -429,6 +429,59 @@ def test_a_truncated_sequence_is_worth_what_would_have_followed(seed, discounts,
                 assert float(t.returns[i]) == pytest.approx(advantage + values[k], abs=1e-9)
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_pp", "gae"])
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_credit_for_turns_is_what_an_episode_of_one_turn_earns(estimator, scale):
+    """In an episode of one turn, the credit is the reward, whatever the turn is said to earn."""
+    batch = make_batch(3)
+    batch = batch.select(np.flatnonzero(batch.trace_indices == 0))
+    batch.turn_rewards = np.zeros(len(batch.tokens), np.float32)
+    batch.turn_rewards[batch.cu_seqlens[1:] - 1] = 0.75
+    found = []
+    for credit in ("outcome", "turns"):
+        advantage = AdvantageConfig(estimator, credit=credit, gamma=1.0, lam=1.0)
+        algo = AlgoConfig(advantage=advantage, shaping=ShapingConfig(scale=scale))
+        t, _, _ = tensors_of(batch, config := TrainConfig(model="", algo=algo), 0)
+        t.earned = t.earned.double()
+        build_objective(config).set_targets(t, summed)
+        found.append(t.advantages[t.mask])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_pp", "gae"])
+def test_a_turn_that_earned_more_has_the_larger_advantage(estimator):
+    """Two episodes with the same reward, earned in the first turn and in the second."""
+    tokens = np.arange(7, dtype=np.int32)
+    sampled = np.array([0, 1, 1, 0, 0, 1, 1], bool)
+    pair = [
+        Trajectory(
+            group_id=0,
+            prompt_id="p",
+            sample_index=i,
+            tokens=tokens,
+            loss_mask=sampled,
+            behavior_logprobs=np.where(sampled, -1.0, 0.0).astype(np.float32),
+            versions=np.where(sampled, VERSION, -1).astype(np.int32),
+            finish_reason="stop",
+            reward=2.0,
+            turn_rewards=earned,
+        ).check()
+        for i, earned in enumerate([[2.0, 0.0], [0.0, 2.0]])
+    ]
+    batch = TrainBatch.from_trajectories(pair)
+    algo = AlgoConfig(advantage=AdvantageConfig(estimator, credit="turns", gamma=0.0, lam=0.0))
+    t, _, _ = tensors_of(batch, config := TrainConfig(model="", algo=algo), 0)
+    t.values, t.earned = torch.zeros_like(t.behavior), t.earned.double()
+    build_objective(config).set_targets(t, summed)
+    first, second = t.advantages.split(7)
+    assert (first[[1, 2]] > second[[1, 2]]).all()
+    if estimator in ("grpo", "rloo"):
+        assert (first[[5, 6]] < second[[5, 6]]).all()
+    outcome = AlgoConfig(advantage=AdvantageConfig("grpo"))
+    build_objective(TrainConfig(model="", algo=outcome)).set_targets(t, summed)
+    assert not t.advantages.any()
+
+
 def test_a_critic_regresses_on_returns():
     config = TrainConfig(model="", algo=AlgoConfig(advantage=AdvantageConfig("gae")))
     batch = make_batch(8)

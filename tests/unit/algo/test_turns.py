@@ -1,0 +1,216 @@
+"""Credit for turns against loops over episodes, turns and tokens, in float64."""
+
+import random
+import statistics
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_lite.algo.advantages import gae, grpo, reinforce_plus_plus, rloo, token_rewards
+from areal_lite.algo.sequences import discounted_sum
+from areal_lite.algo.turns import credits, find_turns, relative_to_turns
+
+seeds = st.integers(0, 100_000)
+discounts = st.sampled_from([0.0, 0.7, 1.0])
+
+
+def random_episodes(seed: int) -> SimpleNamespace:
+    """Make groups of episodes of one or two traces, as lists, and as the tensors of a batch."""
+    rng = random.Random(seed)
+    traces = []
+    for group in range(rng.randint(1, 3)):
+        for _ in range(rng.randint(1, 4)):
+            for number in range(rng.choice([1, 1, 2])):
+                turns = [rng.randint(1, 3) for _ in range(rng.randint(1, 5))]
+                traces.append(
+                    SimpleNamespace(
+                        group=group,
+                        number=number,
+                        turns=turns,
+                        gaps=[rng.randint(1, 2) for _ in turns],
+                        earned=[rng.choice([0.0, 0.5, -1.0]) for _ in turns],
+                        reward=rng.choice([0.0, 1.0]),
+                    )
+                )
+    sampled, ids, earned = [], [], []
+    for i, trace in enumerate(traces):
+        for length, gap, value in zip(trace.turns, trace.gaps, trace.earned):
+            sampled += [False] * gap + [True] * length
+            earned += [0.0] * (gap + length - 1) + [value]
+            ids += [i] * (gap + length)
+    return SimpleNamespace(
+        traces=traces,
+        sampled=torch.tensor(sampled),
+        sequence_ids=torch.tensor(ids),
+        earned=torch.tensor(earned, dtype=torch.float64),
+        rewards=torch.tensor([trace.reward for trace in traces], dtype=torch.float64),
+        groups=torch.tensor([7 * trace.group for trace in traces]),
+        numbers=torch.tensor([trace.number for trace in traces]),
+    )
+
+
+def credits_of(trace: SimpleNamespace) -> list[float]:
+    rest = trace.reward - sum(trace.earned)
+    return [*trace.earned[:-1], trace.earned[-1] + rest]
+
+
+def returns_of(trace: SimpleNamespace, gamma: float) -> list[float]:
+    values = credits_of(trace)
+    return [
+        sum(gamma ** (j - k) * values[j] for j in range(k, len(values))) for k in range(len(values))
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds)
+def test_turns_are_the_runs_of_sampled_tokens(seed):
+    x = random_episodes(seed)
+    turns = find_turns(x.sampled, x.sequence_ids)
+    expected = [(i, k) for i, trace in enumerate(x.traces) for k in range(len(trace.turns))]
+    assert list(zip(turns.sequence.tolist(), turns.number.tolist())) == expected
+    lengths = [length for trace in x.traces for length in trace.turns]
+    assert torch.bincount(turns.of_token[x.sampled]).tolist() == lengths
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds)
+def test_credits_add_up_to_the_reward_and_are_what_turns_earned(seed):
+    x = random_episodes(seed)
+    turns = find_turns(x.sampled, x.sequence_ids)
+    expected = [value for trace in x.traces for value in credits_of(trace)]
+    got = credits(x.rewards, x.earned, turns)
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64))
+    outcome = credits(x.rewards, None, turns)
+    last = [k == len(t.turns) - 1 for t in x.traces for k in range(len(t.turns))]
+    assert outcome.tolist() == [
+        x.rewards[i].item() if ends else 0.0 for i, ends in zip(turns.sequence.tolist(), last)
+    ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(seeds, discounts, st.booleans())
+def test_a_turn_is_compared_with_the_same_turn_of_its_group(seed, gamma, leave_one_out):
+    x = random_episodes(seed)
+    expected = []
+    for trace in x.traces:
+        before = 0.0
+        for k, value in enumerate(returns_of(trace, gamma)):
+            peers = [
+                returns_of(other, gamma)[k]
+                for other in x.traces
+                if other.group == trace.group
+                and other.number == trace.number
+                and len(other.turns) > k
+            ]
+            if len(peers) == 1:
+                advantage = before
+            elif leave_one_out:
+                advantage = value - (sum(peers) - value) / (len(peers) - 1)
+            else:
+                spread = statistics.stdev(peers)
+                advantage = (value - statistics.mean(peers)) / (spread + 1e-6)
+                advantage = advantage if len(set(peers)) > 1 else 0.0
+            expected.append(before := advantage)
+    turns = find_turns(x.sampled, x.sequence_ids)
+    got = relative_to_turns(
+        credits(x.rewards, x.earned, turns),
+        turns,
+        x.groups,
+        x.numbers,
+        gamma=gamma,
+        relative=rloo if leave_one_out else grpo,
+    )
+    torch.testing.assert_close(
+        got, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds, discounts, discounts)
+def test_gae_over_turns_against_a_loop_over_tokens(seed, gamma, lam):
+    x = random_episodes(seed)
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(len(x.sampled), generator=generator, dtype=torch.float64)
+    bootstrap = torch.randn(len(x.traces), generator=generator, dtype=torch.float64)
+    mask = x.sampled & (torch.rand(len(x.sampled), generator=generator) < 0.8)
+    turns = find_turns(x.sampled, x.sequence_ids)
+    rewards = token_rewards(credits(x.rewards, x.earned, turns), mask, turns.of_token)
+    got, returns = gae(
+        rewards,
+        values,
+        mask,
+        x.sequence_ids,
+        gamma=gamma,
+        lam=lam,
+        bootstrap=bootstrap,
+        turn_ids=turns.of_token,
+    )
+    advantage = torch.zeros_like(values)
+    kept = mask.nonzero()[:, 0].tolist()
+    for place in reversed(range(len(kept))):
+        t, sequence = kept[place], x.sequence_ids[kept[place]]
+        after = kept[place + 1] if place + 1 < len(kept) else None
+        if after is None or x.sequence_ids[after] != sequence:
+            delta = rewards[t] + gamma * bootstrap[sequence] - values[t]
+            advantage[t] = delta
+            continue
+        same = turns.of_token[after] == turns.of_token[t]
+        g, gl = (1.0, 1.0) if same else (gamma, gamma * lam)
+        advantage[t] = rewards[t] + g * values[after] - values[t] + gl * advantage[after]
+    torch.testing.assert_close(got, advantage)
+    torch.testing.assert_close(returns[mask], (advantage + values)[mask])
+    for turn in range(len(turns.sequence)):  # a turn has one return
+        own = returns[mask & (turns.of_token == turn) & x.sampled]
+        torch.testing.assert_close(own, own[:1].expand(len(own)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, discounts)
+def test_reinforce_plus_plus_discounts_from_turn_to_turn(seed, gamma):
+    x = random_episodes(seed)
+    turns = find_turns(x.sampled, x.sequence_ids)
+    rewards = token_rewards(credits(x.rewards, x.earned, turns), x.sampled, turns.of_token)
+    got = reinforce_plus_plus(
+        rewards, x.sampled, x.sequence_ids, gamma=gamma, turn_ids=turns.of_token
+    )
+    values = torch.tensor([v for t in x.traces for v in returns_of(t, gamma)]).double()
+    by_token = values[turns.of_token[x.sampled]]
+    spread = by_token.std() if len(by_token) > 1 else torch.tensor(0.0)
+    expected = (by_token - by_token.mean()) / (spread + 1e-8)
+    if spread < 1e-12:
+        expected = torch.zeros_like(by_token)
+    torch.testing.assert_close(got[x.sampled], expected, rtol=1e-6, atol=1e-6)
+    assert not got[~x.sampled].any()
+
+
+@pytest.mark.parametrize("discount", [0.3, 1.0])
+def test_a_discount_for_each_token(discount):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(50, generator=generator, dtype=torch.float64)
+    factors = torch.rand(50, generator=generator, dtype=torch.float64) * discount
+    ids = torch.arange(50) // 9
+    expected = values.clone()
+    for t in reversed(range(49)):
+        if ids[t] == ids[t + 1]:
+            expected[t] += factors[t] * expected[t + 1]
+    torch.testing.assert_close(discounted_sum(values, ids, factors), expected)
+
+
+def test_a_reward_at_the_end_alone_is_that_of_all_turns():
+    """Without turn rewards and discount, equal numbers of turns give the advantages of outcomes."""
+    sampled = torch.tensor([0, 1, 1, 0, 1] * 4).bool()
+    ids = torch.arange(20) // 5
+    rewards, groups = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.zeros(4, dtype=torch.int64)
+    turns = find_turns(sampled, ids)
+    got = relative_to_turns(
+        credits(rewards, None, turns),
+        turns,
+        groups,
+        torch.zeros_like(groups),
+        gamma=1.0,
+        relative=grpo,
+    )
+    assert torch.equal(got, grpo(rewards, groups).repeat_interleave(2))
