@@ -29,7 +29,7 @@ THRESHOLDS = (0.5, 0.9)
 TRAIN = (
     "schedule=sync data.source=jsonl data.chat=false data.max_prompt_tokens=8"
     " reward.function=areal_lite.rewards.exact:exact_reward"
-    " rollout.group_size=8 rollout.max_new_tokens=24 trainer.batch_groups=8 eval.problems=0"
+    " rollout.group_size=4 rollout.max_new_tokens=24 trainer.batch_groups=2 eval.problems=0"
     " trainer.lr=3e-4 trainer.lr_schedule=constant trainer.adam_eps=1e-5 algo=grpo algo.kl.coef=0"
 )
 ARMS = {
