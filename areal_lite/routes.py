@@ -17,11 +17,12 @@ DTYPES = (np.dtype(np.uint8), np.dtype(np.uint16))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayout:
-    """The sizes of a model whose layers all have `experts` experts, `top_k` of them for a token."""
+    """The sizes of a model: `experts` experts in each of `layers`, `top_k` of them for a token."""
 
     layers: int
     experts: int
     top_k: int
+    dense: int = 0  # layers before these, which have no experts
 
     @property
     def dtype(self) -> np.dtype:

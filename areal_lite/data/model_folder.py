@@ -23,9 +23,10 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MTP = "mtp."  # predicts several tokens at once, for speculation, and is not trained
 _OPTIONAL = (".bias", ".inv_freq", _HEAD)
 _CHUNK = 1 << 26  # bytes that are compared at a time
+UNTRAINED = ".e_score_correction_bias"  # the end of the names of tensors that no training changes
 # The names in `megatron.architectures`, which imports torch.
 MODEL_TYPES = (
-    *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "smollm3", "phi3", "olmo3"),
+    *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "smollm3", "phi3", "olmo3", "glm4_moe"),
     *(DELTA_NETS := ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")),
 )
 # The layers that have a window, of `sliding_window` tokens: all, or those that `layer_types` names.
@@ -39,7 +40,7 @@ _SPLIT_SIZES = (
 )
 _SIZES = (
     *("vocab_size", "hidden_size", "head_dim", "num_hidden_layers"),
-    *("num_experts", "num_local_experts", *_SPLIT_SIZES),
+    *("num_experts", "num_local_experts", "n_routed_experts", "n_group", *_SPLIT_SIZES),
 )
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -52,8 +53,14 @@ def check_model_folder(folder: Path) -> None:
 
 def num_experts(config: Mapping[str, Any]) -> int:
     """Return the experts of a layer by config.json, 0 for a dense model."""
-    # transformers 5 writes the second name, and older releases the first.
-    return config.get("num_experts") or config.get("num_local_experts") or 0
+    # transformers 5 writes the second name, and older releases the first; GLM has the third.
+    names = "num_experts", "num_local_experts", "n_routed_experts"
+    return next((config[name] for name in names if config.get(name)), 0)
+
+
+def dense_layers(config: Mapping[str, Any]) -> int:
+    """Return how many layers have no experts: the first ones, of a mixture by config.json."""
+    return min(config.get("first_k_dense_replace") or 0, config["num_hidden_layers"])
 
 
 def has_window(hf: Any) -> list[bool]:
@@ -80,7 +87,8 @@ def expert_layout(folder: Path) -> ExpertLayout | None:
     if not (experts := num_experts(config)):
         return None
     return ExpertLayout(
-        layers=config["num_hidden_layers"],
+        layers=config["num_hidden_layers"] - dense_layers(config),
+        dense=dense_layers(config),
         experts=experts,
         top_k=config["num_experts_per_tok"],
     )
@@ -180,8 +188,8 @@ def check_weights(folder: Path) -> None:
     for name in tensor_names(config):
         if name not in tensors:
             raise ValueError(f"{folder}: no tensor {name}; copy the checkpoint again")
-    others = {name for name in tensors if not name.startswith(_MTP)} - set(tensor_names(config))
-    if extra := {name for name in others if not name.endswith(_OPTIONAL)}:
+    others = tensors.keys() - set(tensor_names(config))
+    if extra := {name for name in others if not _is_optional(name, config)}:
         raise ValueError(
             f"{tensors[min(extra)]}: config.json's {kind} has no tensor {min(extra)};"
             " copy both from the same checkpoint"
@@ -199,6 +207,13 @@ def check_weights(folder: Path) -> None:
             for name in reader.keys():
                 part = reader.get_slice(name)
                 _check_tensor(f"{path}: {name}", part.get_shape(), part.get_dtype(), name, config)
+
+
+def _is_optional(name: str, config: Mapping[str, Any]) -> bool:
+    """Return whether a model may do without a tensor, as without a layer for later tokens."""
+    later = f"model.layers.{config.get('num_hidden_layers')}."  # behind the last one
+    is_later = name.startswith(later) and bool(config.get("num_nextn_predict_layers"))
+    return is_later or name.endswith(_OPTIONAL) or name.startswith(_MTP)
 
 
 def _check_rope(folder: Path, config: Mapping[str, Any]) -> None:
@@ -257,23 +272,39 @@ def tensor_names(config: Mapping[str, Any]) -> Iterator[str]:
     parts += ["post_feedforward_layernorm" if after else "input_layernorm"]
     attention = ["self_attn.qkv_proj"] if fused else [f"self_attn.{name}_proj" for name in "qkv"]
     attention += ["self_attn.o_proj"]
-    attention += [f"self_attn.{name}_norm" for name in "qk" if after or kind.startswith("qwen3")]
+    norms = after or kind.startswith("qwen3") or config.get("use_qk_norm")
+    attention += [f"self_attn.{name}_norm" for name in "qk" if norms]
     inputs = ("qkvz", "ba") if kind == "qwen3_next" else ("qkv", "z", "b", "a")
     net = [f"in_proj_{name}" for name in inputs] + ["conv1d", "norm", "out_proj"]
-    parts += ["mlp.gate"] if experts else []
-    parts += ["mlp.shared_expert_gate"] if experts and nets else []
-    others = (["mlp.shared_expert"] if nets else []) if experts else ["mlp"]
-    for layer in range(config.get("num_hidden_layers") or 0):
+    biases = kind == "qwen2" or (kind == "glm4_moe" and config.get("attention_bias"))
+    layers = config.get("num_hidden_layers") or 0
+    dense = dense_layers(config) if experts else layers
+    for layer in range(layers):
         prefix, own = f"model.layers.{layer}", attention
         if nets and _is_net(config, layer):
             own = [f"linear_attn.{name}" for name in net]
             yield from (f"{prefix}.linear_attn.{name}" for name in ("A_log", "dt_bias"))
         yield from (f"{prefix}.{part}.weight" for part in parts + own)
-        for mlp in chain((f"mlp.experts.{number}" for number in range(experts)), others):
-            for name in ("gate_up", "down") if fused else ("gate", "up", "down"):
-                yield f"{prefix}.{mlp}.{name}_proj.weight"
-        if kind == "qwen2":
+        if biases:
             yield from (f"{prefix}.self_attn.{name}_proj.bias" for name in "qkv")
+        yield from (f"{prefix}.{name}" for name in _mlp(config, layer < dense))
+
+
+def _mlp(config: Mapping[str, Any], dense: bool) -> Iterator[str]:
+    """Yield the names of the tensors of the MLP, or of the experts, below a layer."""
+    kind, mlps = config["model_type"], iter(["mlp"])
+    if not dense:
+        yield "mlp.gate.weight"
+        mlps = (f"mlp.experts.{number}" for number in range(num_experts(config)))
+        if kind == "glm4_moe":
+            yield f"mlp.gate{UNTRAINED}"
+            mlps = chain(["mlp.shared_experts"], mlps)
+        if kind in DELTA_NETS:
+            yield "mlp.shared_expert_gate.weight"
+            mlps = chain(["mlp.shared_expert"], mlps)
+    for mlp in mlps:
+        for name in ("gate_up", "down") if kind == "phi3" else ("gate", "up", "down"):
+            yield f"{mlp}.{name}_proj.weight"
 
 
 def _check_tensor(
@@ -305,8 +336,9 @@ def expected_shape(name: str, config: Mapping[str, Any]) -> list[int] | None:
         queries, keys = heads * dim, config["num_key_value_heads"] * dim
         if ".linear_attn." in name:
             return None
-        part = "shared_expert_" if ".shared_expert." in name else "moe_" * (".experts." in name)
-        width = config.get(f"{part}intermediate_size")
+        part = "shared_expert_" if ".shared_expert." in name else "moe_" * ("experts." in name)
+        number = config["n_shared_experts"] if ".shared_experts." in name else 1
+        width = number * config.get(f"{part}intermediate_size", 0)
         gates = queries if config["model_type"] in DELTA_NETS else 0
         shape = {
             "embed_tokens": [config["vocab_size"], hidden],

@@ -10,248 +10,45 @@ To add one:
 3. Add a model to `FAMILIES` in tests/ranks/test_families.py. It is then compared with transformers
    in each layout, with its server, and searched for leaks between sequences.
 4. Name it in README.md and in the table of docs/training.md.
-
-Each kind of parameter knows its Hugging Face tensors (`names`; matrices are [out, in]), and
-
-* `shard`: reads the part of one rank, and only that part, from the safetensors files,
-* `join`: makes the Hugging Face tensors from the parts of all ranks. A part is not copied where
-  that can be avoided, because a weight push would read and write it once more.
-
-Both only move numbers, so a round trip returns the same bits.
 """
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
-from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from areal_lite.config import TrainerConfig
 from areal_lite.config.rules import check_targets
-from areal_lite.data.model_folder import WINDOWS, check_split, has_delta_net, has_window
+from areal_lite.data.model_folder import (
+    WINDOWS,
+    check_split,
+    has_delta_net,
+    has_window,
+    num_experts,
+)
+from areal_lite.megatron.parameters import (
+    QKV,
+    DeltaNet,
+    GatedColumnParallel,
+    GatedQKV,
+    Parameter,
+    Replicated,
+    RowParallel,
+    SplitVector,
+    Untrained,
+    VocabParallel,
+    head_dim,
+)
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
-
-
-class Source(Protocol):
-    """A tensor in a file, as `safe_open(...).get_slice(name)` returns it."""
-
-    def get_shape(self) -> list[int]: ...
-
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """`size` rows of a source, from `start` on."""
-
-    source: Source
-    start: int
-    size: int
-
-    def get_shape(self) -> list[int]:
-        return [self.size, *self.source.get_shape()[1:]]
-
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
-        assert isinstance(index, slice)
-        return self.source[self.start + index.start : self.start + index.stop]
-
-
-def head_dim(hf: PretrainedConfig) -> int:
-    """Return the width of one attention head."""
-    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-
-
-def padded_vocab(hf: PretrainedConfig, tensor_parallel: int) -> int:
-    """Round `vocab_size` up to a multiple of `tensor_parallel`: rows of embedding and output layer.
-
-    Rows from `vocab_size` on are zero, are never exported, and must not count in a softmax.
-    """
-    return -(-hf.vocab_size // tensor_parallel) * tensor_parallel
-
-
-class Parameter:
-    """One Megatron parameter. Its `names` may hold `{expert}`, counted over the whole model."""
-
-    replicated = False  # whether every rank holds all of it
-
-    def __init__(self, *names: str):
-        self.names = names
-
-    def shard(
-        self, hf: PretrainedConfig, sources: Sequence[Source], rank: int, ranks: int
-    ) -> Tensor:
-        """Read the part of tensor-parallel rank `rank` of `ranks` from the tensors `sources`."""
-        raise NotImplementedError
-
-    def join(self, hf: PretrainedConfig, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Make the Hugging Face tensors from the parts of all ranks, in order of rank."""
-        raise NotImplementedError
-
-
-class Replicated(Parameter):
-    """One tensor, the same on all ranks."""
-
-    replicated = True
-
-    def shard(self, hf, sources, rank, ranks):
-        return sources[0][:]
-
-    def join(self, hf, shards):
-        return list(shards[:1])
-
-
-class SplitVector(Parameter):
-    """One vector, split like the outputs of a matrix."""
-
-    def shard(self, hf, sources, rank, ranks):
-        return _outputs(sources[0], rank, ranks)
-
-    def join(self, hf, shards):
-        return [_cat(shards)]
-
-
-class RowParallel(Parameter):
-    """One matrix, split along its inputs."""
-
-    def shard(self, hf, sources, rank, ranks):
-        return sources[0][:, _span(sources[0].get_shape()[1], rank, ranks)]
-
-    def join(self, hf, shards):
-        return [_cat(shards, 1)]
-
-
-class GatedColumnParallel(Parameter):
-    """Gate and up projection, in two tensors or one; a rank stacks its outputs of each."""
-
-    def shard(self, hf, sources, rank, ranks):
-        if len(sources) == 1:
-            half = sources[0].get_shape()[0] // 2
-            sources = [_Rows(sources[0], start, half) for start in (0, half)]
-        return torch.cat([_outputs(source, rank, ranks) for source in sources])
-
-    def join(self, hf, shards):
-        parts = [_cat(part) for part in zip(*(shard.chunk(2) for shard in shards))]
-        return parts if len(self.names) == 2 else [torch.cat(parts)]
-
-
-class Grouped(Parameter):
-    """Tensors made of pieces. A group has its rows of every piece, and a rank has whole groups."""
-
-    def groups(self, hf: PretrainedConfig) -> int:
-        raise NotImplementedError
-
-    def pieces(self, hf: PretrainedConfig) -> list[list[int]]:
-        """Return the number of rows of each piece of each tensor."""
-        raise NotImplementedError
-
-    def shard(self, hf, sources, rank, ranks):
-        groups, parts = self.groups(hf) // ranks, []
-        for name, source, sizes in zip(self.names, sources, self.pieces(hf), strict=True):
-            if (found := source.get_shape()[0]) != sum(sizes):
-                raise ValueError(f"{name} has {found} rows, but config.json implies {sum(sizes)}")
-            for each in zip(accumulate(sizes[:-1], initial=0), sizes):
-                rows = _outputs(_Rows(source, *each), rank, ranks)
-                parts.append(rows.unflatten(0, (groups, -1)))
-        return torch.cat(parts, 1).flatten(0, 1)
-
-    def join(self, hf, shards):
-        groups, pieces = self.groups(hf), self.pieces(hf)
-        rows = _cat(shards).unflatten(0, (groups, -1))
-        parts = iter(rows.split([size // groups for sizes in pieces for size in sizes], 1))
-        return [_cat([next(parts).flatten(0, 1) for _ in sizes]).contiguous() for sizes in pieces]
-
-
-class QKV(Grouped):
-    """Query, key and value projection: a group has queries, the key and the value that they see."""
-
-    def groups(self, hf):
-        return hf.num_key_value_heads
-
-    def pieces(self, hf):
-        queries = hf.num_attention_heads * head_dim(hf)
-        keys = hf.num_key_value_heads * head_dim(hf)
-        return [[queries], [keys], [keys]] if len(self.names) == 3 else [[queries, keys, keys]]
-
-
-class GatedQKV(QKV):
-    """With gates. In a file queries and gates alternate; Megatron has a group's queries first."""
-
-    def pieces(self, hf):
-        (queries,), *others = super().pieces(hf)
-        return [[2 * queries], *others]
-
-    def shard(self, hf, sources, rank, ranks):
-        return self._reorder(hf, super().shard(hf, sources, rank, ranks), back=False)
-
-    def join(self, hf, shards):
-        return super().join(hf, [self._reorder(hf, _cat(shards), back=True)])
-
-    def _reorder(self, hf: PretrainedConfig, rows: Tensor, *, back: bool) -> Tensor:
-        """Exchange the two orders of the heads of each group."""
-        ends = 2 * (hf.num_attention_heads // hf.num_key_value_heads)
-        order = torch.tensor([*range(0, ends, 2), *range(1, ends, 2), ends, ends + 1])
-        heads = rows.unflatten(0, (-1, len(order), head_dim(hf)))
-        return heads[:, order.argsort() if back else order].flatten(0, 2)
-
-
-class DeltaNet(Grouped):
-    """Rows of a gated delta net, grouped by key head, in Qwen3-Next's file too (delta_net.py)."""
-
-    def groups(self, hf):
-        return hf.linear_num_key_heads
-
-    def pieces(self, hf):
-        heads, keys = hf.linear_num_value_heads, hf.linear_num_key_heads * hf.linear_key_head_dim
-        values = heads * hf.linear_value_head_dim
-        split = [[keys, keys, values], [values], [heads], [heads]]
-        packed = [[2 * keys + 2 * values], [2 * heads]]
-        return packed if len(self.names) == 2 else split[: len(self.names)]
-
-
-class VocabParallel(Parameter):
-    """One matrix [vocab_size, hidden], split along the vocabulary, padded as in `padded_vocab`."""
-
-    def shard(self, hf, sources, rank, ranks):
-        found = sources[0].get_shape()[0]
-        if found != hf.vocab_size:
-            raise ValueError(
-                f"{self.names[0]} has {found} rows, but config.json says vocab_size={hf.vocab_size}"
-            )
-        size = padded_vocab(hf, ranks) // ranks
-        end = min((rank + 1) * size, hf.vocab_size)
-        rows = sources[0][min(rank * size, end) : end]
-        return F.pad(rows, (0, 0, 0, size - len(rows)))
-
-    def join(self, hf, shards):
-        return [_cat(shards)[: hf.vocab_size]]
-
-
-def _outputs(source: Source, rank: int, ranks: int) -> Tensor:
-    return source[_span(source.get_shape()[0], rank, ranks)]
-
-
-def _span(size: int, rank: int, ranks: int) -> slice:
-    part, rest = divmod(size, ranks)
-    if rest:
-        raise ValueError(
-            f"a checkpoint tensor of {size} rows or columns cannot be split over {ranks}"
-            " tensor-parallel ranks"
-        )
-    return slice(rank * part, (rank + 1) * part)
-
-
-def _cat(shards: Sequence[Tensor], dim: int = 0) -> Tensor:
-    return shards[0] if len(shards) == 1 else torch.cat(tuple(shards), dim)
 
 
 Mapping = dict[str, Parameter]
@@ -334,13 +131,24 @@ PACKED_INPUT: Mapping = {
     ),
 }
 
+# A router of sigmoids chooses by them plus a bias. An MLP stands beside the experts.
+GLM_EXPERTS: Mapping = EXPERTS | {
+    "mlp.router.bias": Untrained("mlp.gate.e_score_correction_bias"),
+    "mlp.shared_experts.linear_fc1.weight": GatedColumnParallel(
+        "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"
+    ),
+    "mlp.shared_experts.linear_fc2.weight": RowParallel("mlp.shared_experts.down_proj.weight"),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """One model type for the trainer."""
 
-    layer: Mapping  # the parameters of one layer
+    layer: Mapping  # the parameters that its layers can have
     delta: Mapping = field(default_factory=dict)  # of a layer with a gated delta net
+    # The beginnings of the names that a layer, counted from 0, does not have.
+    absent: Callable[[PretrainedConfig, int], tuple[str, ...]] = lambda hf, layer: ()
     # The fields of Megatron's TransformerConfig that not every architecture sets.
     fields: Callable[[PretrainedConfig], dict[str, Any]] = lambda hf: {}
     # Raises ValueError for a configuration that would be computed wrongly.
@@ -401,7 +209,48 @@ def _delta_net(hf: PretrainedConfig) -> dict[str, Any]:
     if hasattr(hf, "num_experts"):
         described |= _qwen3_moe(hf)
         described["moe_shared_expert_intermediate_size"] = hf.shared_expert_intermediate_size
+        described["moe_shared_expert_gate"] = True
     return described | {"qk_layernorm": True, "attention_output_gate": True}
+
+
+def _check_glm4_moe(hf: PretrainedConfig) -> None:
+    """Raise ValueError for a model that SGLang would compute differently or that cannot train."""
+    if hf.tie_word_embeddings:
+        raise ValueError("tie_word_embeddings=true with glm4_moe: SGLang does not share them")
+    if not hf.norm_topk_prob:
+        raise ValueError("norm_topk_prob=false is not supported for glm4_moe: SGLang ignores it")
+    if hf.num_experts_per_tok == 1:
+        raise ValueError("num_experts_per_tok=1 leaves the router of glm4_moe without a gradient")
+    if hf.n_routed_experts % hf.n_group or hf.n_routed_experts < 2 * hf.n_group:
+        raise ValueError(
+            f"n_routed_experts={hf.n_routed_experts} do not make up n_group={hf.n_group} groups of"
+            " two experts or more: copy config.json again"
+        )
+
+
+def _glm4_moe(hf: PretrainedConfig) -> dict[str, Any]:
+    """Describe experts, shared experts and the layers that have them."""
+    dense = min(hf.first_k_dense_replace, hf.num_hidden_layers)
+    return {
+        "qk_layernorm": hf.use_qk_norm,
+        "add_qkv_bias": hf.attention_bias,
+        "num_moe_experts": hf.n_routed_experts,
+        "moe_layer_freq": [0] * dense + [1] * (hf.num_hidden_layers - dense),
+        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * hf.n_shared_experts,
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": hf.n_group,
+        "moe_router_group_topk": hf.topk_group,
+        "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+    }
+
+
+def _absent_glm4_moe(hf: PretrainedConfig, layer: int) -> tuple[str, ...]:
+    dense = layer < hf.first_k_dense_replace
+    absent = ("mlp.router", "mlp.experts", "mlp.shared_experts") if dense else ("mlp.linear",)
+    absent += () if hf.attention_bias else ("self_attention.linear_qkv.bias",)
+    return absent if hf.use_qk_norm else (*absent, *QK_NORM)
 
 
 def _check_olmo3(hf: PretrainedConfig) -> None:
@@ -447,6 +296,15 @@ ARCHITECTURES = {
     # A token goes to the experts with the largest router probabilities, in every layer.
     "qwen3_moe": Architecture(
         layer=NORMS | ATTENTION | QK_NORM | EXPERTS, fields=_qwen3_moe, check=_check_qwen3_moe
+    ),
+    # GLM-4.5 and later: the first layers are dense.
+    "glm4_moe": Architecture(
+        layer=NORMS | ATTENTION | QKV_BIAS | QK_NORM | GATED_MLP | GLM_EXPERTS,
+        absent=_absent_glm4_moe,
+        fields=_glm4_moe,
+        check=_check_glm4_moe,
+        rope_types=("default",),
+        partial_rotary=True,
     ),
     # Llama 2 and 3. Llama 3.1 stretches low rotary frequencies.
     "llama": Architecture(layer=NORMS | ATTENTION | GATED_MLP),
@@ -497,7 +355,9 @@ def check_supported(hf: PretrainedConfig, trainer: TrainerConfig) -> None:
         )
     if kind == "yarn":
         _check_yarn(hf)
-    names = ["attention_bias", "mlp_bias", "quantization_config"]
+    names = ["mlp_bias", "quantization_config"]
+    # Without QKV_BIAS, it would be a bias of the attention's result, too.
+    names += [] if QKV_BIAS.items() <= known.layer.items() else ["attention_bias"]
     for name in ["sliding_window", *names] if hf.model_type not in WINDOWS else names:
         if value := getattr(hf, name, None):
             raise ValueError(
@@ -508,7 +368,7 @@ def check_supported(hf: PretrainedConfig, trainer: TrainerConfig) -> None:
             f"hidden_act={hf.hidden_act} is not supported by the trainer: use a model with silu"
         )
     check_split(hf.to_dict(), trainer)
-    check_targets(trainer.lora, has_experts=getattr(hf, "num_experts", 0) > 0)
+    check_targets(trainer.lora, has_experts=num_experts(vars(hf)) > 0)
 
 
 def transformer_config(
@@ -552,7 +412,9 @@ def _windows(hf: PretrainedConfig) -> dict[str, Any]:
 def layer_mapping(hf: PretrainedConfig, layer: int) -> Mapping:
     """Return the parameters of a layer, counted from 0."""
     family = ARCHITECTURES[hf.model_type]
-    return family.delta if has_delta_net(hf)[layer] else family.layer
+    mapping = family.delta if has_delta_net(hf)[layer] else family.layer
+    absent = family.absent(hf, layer)
+    return {name: each for name, each in mapping.items() if not name.startswith(absent)}
 
 
 def layout(name: str, hf: PretrainedConfig) -> Parameter:

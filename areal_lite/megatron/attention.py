@@ -32,11 +32,12 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from areal_lite.megatron.architectures import ARCHITECTURES, head_dim
+from areal_lite.megatron.architectures import ARCHITECTURES
 from areal_lite.megatron.delta_net import Pieces
 from areal_lite.megatron.kernels import Spans, kernels
 from areal_lite.megatron.packing import LocalTokens
 from areal_lite.megatron.parallel import process_group
+from areal_lite.megatron.parameters import head_dim
 
 Segment = tuple[int, int]  # tokens of its queries, and of its keys
 

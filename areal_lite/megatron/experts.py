@@ -111,7 +111,7 @@ class Experts(MegatronModule):
         number = config.num_moe_experts // self.group.size()
         self.indices = [self.group.rank() * number + i for i in range(number)]
         width = config.moe_ffn_hidden_size // self.split.size()
-        sizes = dict(dtype=config.params_dtype, device=current_device())
+        sizes: Any = dict(dtype=config.params_dtype, device=current_device())
         # Gate and up projection. Ranks have a part of each.
         self.linear_fc1 = torch.nn.Parameter(
             torch.empty(number, 2, width, config.hidden_size, **sizes)
@@ -166,38 +166,71 @@ class Router(torch.nn.Module):
         super().__init__()
         assert config.num_moe_experts is not None
         self.top_k, self.over_all = config.moe_router_topk, config.moe_router_pre_softmax
+        self.groups = config.moe_router_num_groups or 1
+        self.top_groups = config.moe_router_group_topk or 1
+        self.scale = config.moe_router_topk_scaling_factor
         sizes = config.num_moe_experts, config.hidden_size
         weight = torch.empty(sizes, dtype=config.params_dtype, device=current_device())
         self.weight = torch.nn.Parameter(weight)
         # Tells Megatron that a rank has the gradient of its own tokens only.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+        self.bias: torch.nn.Parameter | None = None
+        if config.moe_router_score_function == "sigmoid":
+            # Its update would follow the load of experts (arXiv:2408.15664), which no loss does.
+            bias = torch.empty(sizes[0], dtype=torch.float32, device=weight.device)
+            self.bias = torch.nn.Parameter(bias, requires_grad=False)
         self.replay: RoutingReplay | None = None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose experts for tokens [t, hidden]: (int64 [t, k], their weights float32 [t, k])."""
-        scores = F.linear(x, self.weight).float()
-        if self.over_all:
-            scores = scores.softmax(-1)
-        chosen = scores.topk(self.top_k).indices
+        """Choose experts for tokens [t, hidden]: (int64 [t, k], their weights float32 [t, k]).
+
+        Weights are the softmax of the chosen logits, the softmax of all logits, or sigmoids divided
+        by the sum of the chosen ones.
+        """
+        if self.bias is not None:
+            scores = F.linear(x.float(), self.weight.float()).sigmoid()  # as in SGLang
+        else:
+            scores = F.linear(x, self.weight).float()
+            scores = scores.softmax(-1) if self.over_all else scores
+        chosen = self._rank(scores.detach()).topk(self.top_k).indices
         if self.replay is not None:
             chosen = self.replay(chosen, len(self.weight))
         weights = scores.gather(1, chosen)
-        return chosen, weights if self.over_all else weights.softmax(-1)
+        if self.bias is not None:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        elif not self.over_all:
+            weights = weights.softmax(-1)
+        return chosen, weights if self.scale is None else weights * self.scale
+
+    def _rank(self, scores: Tensor) -> Tensor:
+        """Return what the largest ones are chosen by, [t, experts].
+
+        Of groups of experts, those whose two best have the largest sums take part.
+        """
+        if self.bias is not None:
+            scores = scores + self.bias
+        if self.groups == 1:
+            return scores
+        grouped = scores.unflatten(1, (self.groups, -1))
+        best = grouped.topk(2).values.sum(-1).topk(self.top_groups).indices
+        others = torch.ones_like(grouped[..., :1], dtype=torch.bool).scatter(1, best[..., None], 0)
+        return grouped.masked_fill(others, -torch.inf).flatten(1)
 
 
 class MixtureOfExperts(MegatronModule):
-    """A router and its experts, in place of a layer's MLP."""
+    """A router, its experts and an MLP for all tokens beside them, in place of a layer's MLP."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__(config=config)
         self.router = Router(config)
         self.experts = Experts(config)
-        self.shared_experts = None  # computes every token, and has a gate
+        self.shared_experts = None  # computes every token, and may have a gate
         if config.moe_shared_expert_intermediate_size:
             group = process_group(parallel_state.get_tensor_model_parallel_group())
             layers = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
             groups: Any = SimpleNamespace(tp=group)
-            self.shared_experts = SharedExpertMLP(config, layers, gate=True, pg_collection=groups)
+            gate = config.moe_shared_expert_gate
+            self.shared_experts = SharedExpertMLP(config, layers, gate=gate, pg_collection=groups)
 
     def forward(self, hidden_states: Tensor, **_) -> tuple[Tensor, None]:
         x = hidden_states.flatten(0, -2)
@@ -254,7 +287,7 @@ class RoutingReplay:
     """
 
     def __init__(self, layer: int, device: torch.device):
-        self.layer = layer  # of the whole model
+        self.layer = layer  # among the layers of the whole model that have experts
         # [l, top_k], of the tokens that the next forward pass of this rank's router sees
         self.routes: Tensor | None = None
         # the recorded routes so far, and those of them that this router would not have chosen
@@ -276,16 +309,25 @@ class RoutingReplay:
 
 def install_replay(chunk: Any, device: torch.device) -> list[RoutingReplay]:
     """Let the routers of a chunk replay. Raises ValueError for a model without experts."""
-    replays = []
+    if chunk.config.num_moe_experts is None:
+        raise ValueError(
+            "algo.routing_replay=true is for a mixture of experts, and this model has none: "
+            "set it to false"
+        )
+    replays, sparse = [], sparse_layers(chunk.config)
     for layer in chunk.decoder.layers:
-        if not isinstance(layer.mlp, MixtureOfExperts):
-            raise ValueError(
-                "algo.routing_replay=true is for a mixture of experts, and this model has none: "
-                "set it to false"
-            )
-        layer.mlp.router.replay = RoutingReplay(layer.layer_number - 1, device)
-        replays.append(layer.mlp.router.replay)
+        if sparse[layer.layer_number - 1]:
+            number = sum(sparse[: layer.layer_number]) - 1
+            layer.mlp.router.replay = RoutingReplay(number, device)
+            replays.append(layer.mlp.router.replay)
     return replays
+
+
+def sparse_layers(config: TransformerConfig) -> list[bool]:
+    """Return for each layer of the model whether it has experts."""
+    if isinstance(config.moe_layer_freq, list):
+        return [each == 1 for each in config.moe_layer_freq]
+    return [config.num_moe_experts is not None] * config.num_layers
 
 
 def changed_share(chunks: Sequence[Any]) -> float:
@@ -294,7 +336,8 @@ def changed_share(chunks: Sequence[Any]) -> float:
     It is of the passes since the last call; NaN without recorded routes. Every rank calls it.
     """
     replays = [replay for chunk in chunks for replay in chunk.replays]
-    counts = torch.stack([replay.counts for replay in replays]).sum(0)
+    none = torch.zeros(2, dtype=torch.int64, device=current_device())  # a stage of dense layers
+    counts = torch.stack([none, *(replay.counts for replay in replays)]).sum(0)
     dist.all_reduce(counts)
     for replay in replays:
         replay.counts.zero_()

@@ -11,6 +11,7 @@ A round trip returns the same bits (architectures.py).
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -21,11 +22,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from areal_lite.data.model_folder import weight_files
-from areal_lite.megatron.architectures import RowParallel, layout
+from areal_lite.data.model_folder import UNTRAINED, weight_files
+from areal_lite.megatron.architectures import layout
 from areal_lite.megatron.lora import adapters, is_adapter
 from areal_lite.megatron.model import LAYER, Backbone
 from areal_lite.megatron.parallel import process_group
+from areal_lite.megatron.parameters import RowParallel
 from areal_lite.run_dir.resume import write_manifest
 from areal_lite.system import heartbeat
 from areal_lite.system.files import new_folder
@@ -102,7 +104,7 @@ class WeightStream:
 
     def _parameters(self, chunks: Sequence[Backbone]) -> Iterator[tuple[str, Tensor]]:
         """Iterate over this rank's parameters that are sent."""
-        return global_parameters(chunks)
+        return (each for each in global_parameters(chunks) if layout(each[0], self.hf).trained)
 
     def _is_replicated(self, name: str) -> bool:
         """Return whether every tensor-parallel rank holds all of the parameter."""
@@ -254,15 +256,26 @@ def export_hf(buckets: Iterator[Bucket], source: Path, folder: Path, dtype: torc
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        _write_weights(buckets, scratch, dtype)
+        _write_weights(chain(buckets, _untrained(source)), scratch, dtype)
         write_manifest(scratch, {})
+
+
+def _untrained(source: Path) -> Iterator[Bucket]:
+    """Read the tensors that no training changes, in their own dtype."""
+    for name, path in weight_files(source).items():
+        if name.endswith(UNTRAINED):
+            with safe_open(path, "pt") as reader:
+                yield [(name, reader.get_tensor(name))]
 
 
 def _write_weights(buckets: Iterator[Bucket], folder: Path, dtype: torch.dtype) -> None:
     weight_map: dict[str, str] = {}
     total = 0
     for number, bucket in enumerate(buckets, 1):
-        tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in bucket}
+        tensors = {
+            name: tensor.to("cpu", None if name.endswith(UNTRAINED) else dtype).contiguous()
+            for name, tensor in bucket
+        }
         file = f"model-{number:05d}.safetensors"
         save_file(tensors, folder / file, metadata={"format": "pt"})
         # safetensors lets only the owner read, and a server may run as another user.

@@ -115,25 +115,26 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _swiglu_backward(*ctx.saved_tensors, grads[0])
+        projections, scale = ctx.saved_tensors
+        return _swiglu_backward(projections, scale, grads[0])
 
 
 @fused
 def _swiglu(projections: Tensor, scale: Tensor | None) -> Tensor:
     a, b = projections.chunk(2, -1)
-    product = F.silu(a) * b
-    return product if scale is None else (product * scale[..., None]).to(product.dtype)
+    product = F.silu(a).mul_(b)
+    return product if scale is None else product.mul_(scale[..., None])
 
 
 @fused
 def _swiglu_backward(projections: Tensor, scale: Tensor | None, grad: Tensor):
     (a, b), slope = projections.chunk(2, -1), None
-    silu = F.silu(a)
+    of_b = F.silu(a).mul_(grad)
     if scale is not None:
-        slope = (grad * (silu * b)).sum(-1, dtype=scale.dtype)
-        grad = grad * scale[..., None]
-    parts = torch.ops.aten.silu_backward(grad * b, a.to(grad.dtype)), grad * silu
-    return torch.cat(parts, -1).to(projections.dtype), slope
+        slope = (of_b * b).sum(-1, dtype=scale.dtype)
+        grad, of_b = grad * scale[..., None], of_b.mul_(scale[..., None])
+    of_a = torch.ops.aten.silu_backward(grad * b, a.to(grad.dtype))
+    return torch.cat((of_a.to(grad.dtype), of_b), -1).to(projections.dtype), slope
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

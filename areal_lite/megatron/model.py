@@ -38,15 +38,15 @@ from areal_lite.megatron.architectures import (
     ARCHITECTURES,
     Architecture,
     check_supported,
-    padded_vocab,
     transformer_config,
 )
 from areal_lite.megatron.attention import PackedAttention
 from areal_lite.megatron.delta_net import GatedDeltaNet, SplitRows
-from areal_lite.megatron.experts import Experts, MixtureOfExperts, RoutingReplay
+from areal_lite.megatron.experts import Experts, MixtureOfExperts, RoutingReplay, sparse_layers
 from areal_lite.megatron.kernels import kernels, swiglu
 from areal_lite.megatron.lora import freeze_base, linear_layer
 from areal_lite.megatron.parallel import current_device, process_group, transformer_settings
+from areal_lite.megatron.parameters import padded_vocab
 
 LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 
@@ -217,10 +217,11 @@ def _build_chunk(
     vp_stage: int | None,
 ) -> Backbone:
     family = ARCHITECTURES[hf.model_type]
-    specs = [_layer_spec(config, lora, family, delta=delta) for delta in (False, True)]
     first = get_transformer_layer_offset(config, vp_stage)
-    kinds = has_delta_net(hf)[first : first + get_num_layers_to_build(config, vp_stage)]
-    layers, norm = [specs[kind] for kind in kinds], CenteredNorm if family.centered else RMSNorm
+    here = slice(first, first + get_num_layers_to_build(config, vp_stage))
+    kinds = zip(has_delta_net(hf)[here], sparse_layers(config)[here], strict=True)
+    layers = [_layer_spec(config, lora, family, *kind) for kind in kinds]
+    norm = CenteredNorm if family.centered else RMSNorm
     # Megatron's annotation admits ModuleSpec only; its code takes both.
     block: Any = TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)  # pyright: ignore[reportArgumentType]
     model = Backbone(
@@ -242,9 +243,13 @@ def _build_chunk(
 
 
 def _layer_spec(
-    config: TransformerConfig, lora: LoraConfig, architecture: Architecture, *, delta: bool
+    config: TransformerConfig,
+    lora: LoraConfig,
+    architecture: Architecture,
+    delta: bool,
+    sparse: bool,
 ) -> ModuleSpec:
-    """Return Megatron's layer with our norms, attention or delta net, and dense MLP.
+    """Return Megatron's layer with our norms, attention or delta net, and dense MLP or experts.
 
     All layers of a kind are alike: attention finds out about its own layer (attention.py).
     """
@@ -259,7 +264,7 @@ def _layer_spec(
             module=NormedSum, params={"config": config, **sizes}
         )
     # Megatron builds a layer's MLP from a class.
-    if config.num_moe_experts is not None:
+    if sparse:
         layer.mlp = MixtureOfExperts
     else:
         fc1, fc2 = linear_layer("fc1", lora), linear_layer("fc2", lora)

@@ -30,7 +30,6 @@ from transformers import AutoConfig
 
 from areal_lite.config import TrainerConfig
 from areal_lite.data.model_folder import has_delta_net
-from areal_lite.megatron.architectures import head_dim
 from areal_lite.megatron.attention import PackedSequences, rotations
 from areal_lite.megatron.delta_net import Pieces
 from areal_lite.megatron.experts import install_replay
@@ -55,6 +54,7 @@ from areal_lite.megatron.packing import (
     to_device,
 )
 from areal_lite.megatron.parallel import init_distributed, process_group, select_dtype
+from areal_lite.megatron.parameters import head_dim
 from areal_lite.megatron.prefixes import build_trie, unshared
 from areal_lite.system import heartbeat
 from areal_lite.train_batch import TrainBatch

@@ -78,7 +78,7 @@ def _check(config: MakeModelConfig) -> None:
         raise ValueError(
             f"num_heads={config.num_heads} is not a multiple of num_kv_heads={config.num_kv_heads}"
         )
-    if config.architecture in ("qwen3_moe", "qwen3_next") and config.tie_embeddings:
+    if config.architecture in ("qwen3_moe", "qwen3_next", "glm4_moe") and config.tie_embeddings:
         raise ValueError(
             f"tie_embeddings=true with architecture={config.architecture}, whose embeddings SGLang"
             " does not share: set it to false"
@@ -154,6 +154,8 @@ def _architecture_settings(config: MakeModelConfig) -> dict[str, Any]:
             "moe_intermediate_size": config.mlp_size,
             "norm_topk_prob": True,
         }
+    if config.architecture == "glm4_moe":
+        settings |= {"n_routed_experts": settings.pop("num_experts"), "attention_bias": True}
     if config.architecture in DELTA_NETS:
         settings |= {
             "full_attention_interval": _INTERVAL,

@@ -11,6 +11,7 @@ softmax(logits). SGLang does not renormalize them for top-p or top-k, which only
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -389,19 +390,23 @@ def parse_generation(raw: bytes, params: SamplingParams, num_input: int = 0) -> 
 
 
 def _routes(numbers: bytes | None, layout: ExpertLayout, count: int) -> np.ndarray:
-    """Return the routes of `count` tokens from int32 [count, layers, top_k]. Raises ValueError."""
+    """Return the routes of `count` tokens from int32 [count, dense + layers, top_k].
+
+    Dense layers have none. Raises ValueError.
+    """
     if numbers is None:
         raise ValueError("no routed_experts: start the server with --enable-return-routed-experts")
     experts = np.frombuffer(numbers, "<i4")
-    if experts.size != count * layout.choices:
+    shape = (count, layout.dense + layout.layers, layout.top_k)
+    if experts.size != math.prod(shape):
         raise ValueError(
-            f"{experts.size} routed_experts, not those of {count} tokens in {layout.layers} layers"
+            f"{experts.size} routed_experts, not those of {count} tokens in {shape[1]} layers"
             f" of top-{layout.top_k}"
         )
+    experts = experts.reshape(shape)[:, layout.dense :]
     if experts.size and not 0 <= experts.min() <= experts.max() < layout.experts:
         raise ValueError(f"routed_experts outside of the {layout.experts} experts of a layer")
-    shape = (count, layout.layers, layout.top_k)
-    routes = np.sort(experts.astype(layout.dtype).reshape(shape), axis=-1)
+    routes = np.sort(experts.astype(layout.dtype), axis=-1)
     if np.count_nonzero(routes[..., 1:] == routes[..., :-1]):
         raise ValueError("routed_experts name an expert twice for a token")
     return routes

@@ -30,16 +30,15 @@ from transformers import PretrainedConfig
 
 from areal_lite.config import LoraConfig, TrainConfig, TrainerConfig, longest_sequence
 from areal_lite.cpu import KEPT_LOGITS
-from areal_lite.data.model_folder import has_delta_net
+from areal_lite.data.model_folder import has_delta_net, num_experts
 from areal_lite.megatron.architectures import (
     ARCHITECTURES,
     check_supported,
-    head_dim,
     layer_mapping,
     layout,
-    padded_vocab,
 )
 from areal_lite.megatron.logprobs import CHUNK
+from areal_lite.megatron.parameters import head_dim, padded_vocab
 from areal_lite.system.gpus import CUDA_CONTEXT
 
 # Host memory that a rank takes for each of its parameters while it saves a checkpoint: float32
@@ -105,12 +104,12 @@ def parameter_sizes(
     yield "embedding.word_embeddings.weight", rows * hf.hidden_size
     if not hf.tie_word_embeddings:
         yield "output_layer.weight", rows * hf.hidden_size
-    sizes = _layer_sizes(hf)
+    sizes, experts = _layer_sizes(hf), num_experts(vars(hf))
     for layer in range(hf.num_hidden_layers):
         layer_sizes = sorted(
             (name.format(expert=e), sizes[name])
             for name in layer_mapping(hf, layer)
-            for e in range(hf.num_experts if "{expert}" in name else 1)
+            for e in range(experts if "{expert}" in name else 1)
         )
         yield from ((f"decoder.layers.{layer}.{name}", size) for name, size in layer_sizes)
 
@@ -120,12 +119,10 @@ def _layer_sizes(hf: PretrainedConfig) -> dict[str, int]:
     hidden, dim = hf.hidden_size, head_dim(hf)
     queries, keys = hf.num_attention_heads * dim, hf.num_key_value_heads * dim
     expert = getattr(hf, "moe_intermediate_size", 0)
-    dense, shared = (getattr(hf, f"{name}intermediate_size", 0) for name in ("", "shared_expert_"))
+    dense, shared = getattr(hf, "intermediate_size", 0), _shared_width(hf)
     family = ARCHITECTURES[hf.model_type]
-    wide, gates = (
-        family.wide_qk_norm,
-        queries if "attention_output_gate" in family.fields(hf) else 0,
-    )
+    wide, gated = family.wide_qk_norm, "attention_output_gate" in family.fields(hf)
+    gates = queries if gated else 0
     return {
         "input_layernorm.weight": hidden,
         "self_attn_bda.weight": hidden,
@@ -138,7 +135,8 @@ def _layer_sizes(hf: PretrainedConfig) -> dict[str, int]:
         "self_attention.k_layernorm.weight": keys if wide else dim,
         "mlp.linear_fc1.weight": 2 * dense * hidden,
         "mlp.linear_fc2.weight": dense * hidden,
-        "mlp.router.weight": getattr(hf, "num_experts", 0) * hidden,
+        "mlp.router.weight": num_experts(vars(hf)) * hidden,
+        "mlp.router.bias": num_experts(vars(hf)),
         _EXPERT_FC1: 2 * expert * hidden,
         "mlp.experts.local_experts.{expert}.linear_fc2.weight": expert * hidden,
         "mlp.shared_experts.linear_fc1.weight": 2 * shared * hidden,
@@ -159,6 +157,12 @@ def _delta_net_sizes(hf: PretrainedConfig) -> dict[str, int]:
         "self_attention.norm.weight": hf.linear_value_head_dim,
         "self_attention.out_proj.weight": values * hf.hidden_size,
     }
+
+
+def _shared_width(hf: PretrainedConfig) -> int:
+    """Return the width of the MLP beside the experts."""
+    width, number = getattr(hf, "moe_intermediate_size", 0), getattr(hf, "n_shared_experts", 0)
+    return getattr(hf, "shared_expert_intermediate_size", 0) or width * number
 
 
 def num_parameters(hf: PretrainedConfig) -> int:
@@ -182,7 +186,12 @@ def rank_parameters(hf: PretrainedConfig, trainer: TrainerConfig, stage: int) ->
             experts += size
         elif on_stage:
             dense += size if layout(name, hf).replicated else size // tensor
-    return dense, experts // (tensor * trainer.expert_parallel)
+    return dense, experts // _expert_parts(trainer)
+
+
+def _expert_parts(trainer: TrainerConfig) -> int:
+    """Return over how many ranks the experts of a layer are spread, whole or each of them split."""
+    return trainer.expert_parallel if trainer.expert_parallel > 1 else trainer.tensor_parallel
 
 
 def _stage_of(hf: PretrainedConfig, trainer: TrainerConfig, layer: int) -> int:
@@ -234,7 +243,8 @@ def rank_memory(
         held, sharded = dense + experts + trained, trained // replicas
     else:
         held = trained = dense + experts
-        sharded = dense // replicas + experts // (replicas // trainer.expert_parallel)
+        same_experts = trainer.tensor_parallel * replicas // _expert_parts(trainer)
+        sharded = dense // replicas + experts // same_experts
     tokens = trainer.tokens_per_microbatch // trainer.context_parallel
     width = padded_vocab(hf, trainer.tensor_parallel) // trainer.tensor_parallel
     per_token = activation_bytes_per_token(hf, trainer, itemsize, stage, gpu=gpu)
@@ -289,14 +299,14 @@ def layer_activations(
 ) -> float:
     """Estimate the bytes that a layer keeps for one token, on average; b: of an activation."""
     tensor = trainer.tensor_parallel
-    names = ARCHITECTURES[hf.model_type].layer
+    layers = [layer_mapping(hf, layer) for layer in range(hf.num_hidden_layers)]
     hidden, dim = hf.hidden_size, head_dim(hf)
     queries, keys = hf.num_attention_heads * dim, hf.num_key_value_heads * dim
     # A norm keeps its input. Without a GPU and without the kernel (areal_lite/cpu/kernels), it
     # keeps its input and the normalized input, both in float32.
     norm = b if gpu or b == 4 else 8
     norms = 2 * (norm + b) * hidden  # and outputs
-    has_head_norms = "self_attention.q_layernorm.weight" in names
+    has_head_norms = "self_attention.q_layernorm.weight" in layers[0]
     head_norms = norm * (queries + keys) if has_head_norms else 0
     # Query, key and value, rotated query and key, and the output.
     attention = b * (queries + 2 * keys + queries + keys + queries) + 4 * hf.num_attention_heads
@@ -307,17 +317,18 @@ def layer_activations(
         rows = sum(sizes[f"self_attention.{name}.weight"] for name in ("in_proj", "out_proj"))
         share = sum(nets) / len(nets)  # a delta net keeps what its projections return and get
         attention = share * b * rows / hidden + (1 - share) * attention
-    if "mlp.router.weight" in names:
+    # Both projections and the product.
+    mlp = b * 3 * getattr(hf, "intermediate_size", 0) / tensor
+    if sparse := sum("mlp.router.weight" in names for names in layers):
         # For each expert of a token: a copy of the token, both projections, their product, and
         # four numbers of its place and weight. Tensor-parallel ranks share tokens or experts.
         row = b * (3 * hf.moe_intermediate_size + hidden) + 28
         if trainer.expert_parallel == 1:
             row = b * (3 * hf.moe_intermediate_size + hidden * tensor) + 28 * tensor
-        mlp = hf.num_experts_per_tok * row / tensor
-        if shared := getattr(hf, "shared_expert_intermediate_size", 0):
-            mlp += b * (5 * shared / tensor + 2 * hidden)
-    else:
-        mlp = b * 3 * hf.intermediate_size / tensor  # both projections and the product
+        mixture = hf.num_experts_per_tok * row / tensor
+        if shared := _shared_width(hf):
+            mixture += b * (5 * shared / tensor + 2 * hidden)
+        mlp += sparse / hf.num_hidden_layers * (mixture - mlp)
     return (norms + attention) / tensor + mlp
 
 
@@ -335,7 +346,9 @@ def push_buckets(
 ) -> list[int]:
     """Count the bytes of each bucket of a push of all weights (`WeightStream.buckets`)."""
     buckets = [0]
-    for _, size in parameter_sizes(hf, padded_vocab(hf, trainer.tensor_parallel)):
+    for name, size in parameter_sizes(hf, padded_vocab(hf, trainer.tensor_parallel)):
+        if not layout(name, hf).trained:
+            continue
         if buckets[-1] and buckets[-1] + size * itemsize > bucket_bytes:
             buckets.append(0)
         buckets[-1] += size * itemsize
@@ -402,7 +415,7 @@ def trainer_bytes(config: TrainConfig, hf: PretrainedConfig) -> int:
     rank = rank_memory(hf, trainer, 2, 0, gpu=True)
     critic = rank.states if config.algo.advantage.estimator == "gae" else 0
     working = int(tokens * layer_activations(hf, trainer, 2, gpu=True))
-    working += 2 * getattr(hf, "num_experts", 0) * _layer_sizes(hf)[_EXPERT_FC1]
+    working += 2 * num_experts(vars(hf)) * _layer_sizes(hf)[_EXPERT_FC1]
     # The head is done when the layers begin.
     peak = rank.total - rank.head + max(rank.head, working) + critic
     return int(peak * (1 + _ROUNDING)) + _LIBRARIES

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from areal_lite.config import TrainConfig, TrainerConfig
 from areal_lite.controller.protocol import PushTargets
-from areal_lite.data.model_folder import DELTA_NETS, check_weights
+from areal_lite.data.model_folder import DELTA_NETS, UNTRAINED, check_weights
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
@@ -63,13 +63,16 @@ def make_model(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 def changed(model: Path, folder: Path) -> Path:
-    """Make a model like `model`, with other weights."""
+    """Make a model like `model`, with other weights where training changes them."""
     folder.mkdir()
     for path in model.glob("*.json"):
         (folder / path.name).write_bytes(path.read_bytes())
     torch.manual_seed(5)
     weights = load_file(model / "model.safetensors")
-    other = {key: x * (1 + 0.2 * torch.rand_like(x)) for key, x in weights.items()}
+    other = {
+        key: x if key.endswith(UNTRAINED) else x * (1 + 0.2 * torch.rand_like(x))
+        for key, x in weights.items()
+    }
     save_file(other, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

@@ -23,6 +23,7 @@ from areal_lite.config import ServerConfig, TrainConfig
 from areal_lite.controller.protocol import PushTargets
 from areal_lite.cpu.memory.staged import DATA_OFFSET
 from areal_lite.cpu.memory.transport import WeightMemory
+from areal_lite.data.model_folder import UNTRAINED
 from areal_lite.launch.server_pool import ServerProcess
 from areal_lite.servers.blocking import post, start_post
 from areal_lite.servers.client import ServerRefused, SGLangClient
@@ -89,8 +90,9 @@ def pusher_of(model: Path, servers: list[ServerInfo], transport: str) -> WeightP
 
     With the transport `copies`, they receive the memory of a trainer on another machine.
     """
-    weights = load_file(model / "model.safetensors")
-    stream = SimpleNamespace(buckets=lambda size: iter([list(weights.items())]))
+    weights = load_file(model / "model.safetensors").items()
+    trained = [(name, tensor) for name, tensor in weights if not name.endswith(UNTRAINED)]
+    stream = SimpleNamespace(buckets=lambda size: iter([trained]))
     controller = SimpleNamespace(
         begin_push=lambda version: PushTargets(servers), pushed=lambda version, failed: None
     )

@@ -41,6 +41,8 @@ class _Gradients(WeightStream):
     def _parameters(self, chunks):
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
+                if not parameter.requires_grad:
+                    continue
                 yield from chunk.matrices(name, parameter.main_grad)
 
 

@@ -28,7 +28,7 @@ LAYOUT = ExpertLayout(layers=4, experts=4, top_k=2)
 UPDATES = 3
 
 
-def routed_batch(num_sequences: int, seed: int) -> TrainBatch:
+def routed_batch(num_sequences: int, seed: int, layers: int = LAYOUT.layers) -> TrainBatch:
     """Make a batch with random routes. Last tokens and the second sequence have none.
 
     A prefix that sequences share has one or the other route in each of them.
@@ -36,7 +36,7 @@ def routed_batch(num_sequences: int, seed: int) -> TrainBatch:
     batch, rng = random_batch(num_sequences, VOCAB, seed), np.random.default_rng(seed)
     ends, known = batch.cu_seqlens[batch.sequence_ids], {}
     prefixes = [batch.tokens[start : i + 1].tobytes() for i, start in enumerate(ends)]
-    scores = rng.random((len(batch.tokens), 2, LAYOUT.layers, LAYOUT.experts))
+    scores = rng.random((len(batch.tokens), 2, layers, LAYOUT.experts))
     scores = np.stack([known.setdefault(one, own) for one, own in zip(prefixes, scores)])
     scores = scores[np.arange(len(scores)), (batch.sequence_ids % 5 == 2).astype(int)]
     routes = np.sort(scores.argsort(-1)[..., : LAYOUT.top_k]).astype(LAYOUT.dtype)
@@ -45,9 +45,9 @@ def routed_batch(num_sequences: int, seed: int) -> TrainBatch:
     return replace(batch, routes=routes)
 
 
-def update(engine: Policy, step: int) -> dict[str, float]:
+def update(engine: Policy, step: int, layers: int) -> dict[str, float]:
     """Update on the mean log-prob of a batch, distributed to the data-parallel ranks in turns."""
-    whole = routed_batch(8, seed=step)
+    whole = routed_batch(8, seed=step, layers=layers)
     batch = whole.select(range(engine.dp_group.rank(), whole.num_sequences, engine.dp_group.size()))
 
     def loss(logprobs, entropy, microbatch):
@@ -60,14 +60,14 @@ def run(job: dict, layout: dict, out: Path) -> dict:
     settings = TrainerConfig(**SETTINGS, **layout, tokens_per_microbatch=64)
     init_distributed(settings, seed=1)
     engine = Policy(settings, job["model"], seed=1, routing_replay=True)
-    batch = routed_batch(12, seed=100)
+    batch = routed_batch(12, seed=100, layers=job["layers"])
     results = {"logprobs": engine.logprobs(engine.microbatches(batch))}
     changed_share(engine.chunks)
     results["plain"] = engine.logprobs(make_microbatches(batch, 64, share=False))
     results["changed"] = changed_share(engine.chunks)
     results["own"] = engine.logprobs(engine.microbatches(replace(batch, routes=None)))
     results["changed_own"] = changed_share(engine.chunks)
-    results["metrics"] = [update(engine, step) for step in range(UPDATES)]
+    results["metrics"] = [update(engine, step, job["layers"]) for step in range(UPDATES)]
     engine.export_hf(out)
     shutdown()
     return results

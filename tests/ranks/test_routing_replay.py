@@ -1,6 +1,6 @@
 """Replayed routes in every layout, against transformers whose routers are told what to choose."""
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,8 @@ from areal_lite.system.network import free_port
 from tests.ranks.architectures_worker import SETTINGS
 from tests.ranks.processes import run_ranks
 from tests.ranks.routing_worker import UPDATES, routed_batch
-from tests.ranks.test_architectures import make_model, reference_logprobs, weights_of
+from tests.ranks.test_architectures import MODELS, make_model, reference_logprobs, weights_of
+from tests.ranks.test_families import FAMILIES
 
 WORKER = Path(__file__).with_name("routing_worker.py")
 TWO = {
@@ -48,13 +49,16 @@ def results(folder):
     def of(world: int) -> list[dict]:
         chosen = TWO if world == 2 else FOUR
         assert all(TrainerConfig(**layout).world_size == world for layout in chosen.values())
-        out = folder / f"world{world}"
-        ports = {name: free_port() for name in chosen}
-        job = {"layouts": chosen, "ports": ports, "model": str(folder / "moe"), "out": str(out)}
-        run_ranks(WORKER, job, out, world)
-        return [torch.load(out / f"results-{rank}.pt") for rank in range(world)]
+        return launch(chosen, folder / "moe", 4, folder / f"world{world}", world)
 
     return lambda name: [rank[name] for rank in of(2 if name in TWO else 4)]
+
+
+def launch(layouts: dict, model: Path, layers: int, out: Path, world: int) -> list[dict]:
+    ports = {name: free_port() for name in layouts}
+    job = {"layouts": layouts, "ports": ports, "model": str(model), "out": str(out)}
+    run_ranks(WORKER, job | {"layers": layers}, out, world)
+    return [torch.load(out / f"results-{rank}.pt") for rank in range(world)]
 
 
 class Routed(torch.nn.Module):
@@ -68,8 +72,13 @@ class Routed(torch.nn.Module):
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.left = torch.empty(0)
         self.changed = [0, 0]
-        for layer, block in enumerate(self.model.model.layers):
-            gate = block.mlp.gate
+        blocks = [block.mlp for block in self.model.model.layers if hasattr(block.mlp, "gate")]
+        for layer, block in enumerate(blocks):
+            if hasattr(block, "route_tokens_to_experts"):  # GLM
+                choose = partial(self._by_sigmoids, block.route_tokens_to_experts, block, layer)
+                block.route_tokens_to_experts = choose
+                continue
+            gate = block.gate
             gate.forward = lambda hidden, gate=gate, layer=layer: self._choose(hidden, gate, layer)
 
     def _choose(self, hidden: torch.Tensor, gate, layer: int):
@@ -84,6 +93,12 @@ class Routed(torch.nn.Module):
         chosen = torch.where(routes < gate.num_experts, routes, own)
         weights = probs.gather(1, chosen)
         return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+    def _by_sigmoids(self, own, block, layer: int, logits: torch.Tensor):
+        routes = self.left[: len(logits), layer]
+        chosen = torch.where(routes < len(block.gate.weight), routes, own(logits)[0])
+        weights = logits.sigmoid().gather(1, chosen)
+        return chosen, weights / weights.sum(-1, keepdim=True) * block.routed_scaling_factor
 
     def forward(self, tokens: torch.Tensor):
         output = self.model(tokens)
@@ -143,6 +158,27 @@ def test_log_probs_are_those_of_the_recorded_experts(results, expected, name) ->
         assert (rank["own"] - expected["own"]).abs().max() <= 5e-6
         assert rank["changed"] == pytest.approx(expected["changed"], rel=1e-9)
         assert 0.2 < rank["changed"] < 1 and rank["changed_own"] != rank["changed_own"]
+
+
+def test_layers_without_experts_have_no_routes(tmp_path, monkeypatch) -> None:
+    """Half of the layers of the model are dense: all those of the first pipeline stage."""
+    monkeypatch.setitem(MODELS, "glm", FAMILIES["glm4_moe_plain"])
+    make_model("glm", tmp_path / "glm")
+    chosen = {"tensor": dict(tensor_parallel=2), "pipeline": dict(pipeline_parallel=2)}
+    routed = Routed(tmp_path / "glm")
+    batch = routed_batch(12, seed=100, layers=2)
+    with torch.no_grad():
+        replayed = routed.logprobs(batch)
+        own = reference_logprobs(
+            AutoModelForCausalLM.from_pretrained(tmp_path / "glm", dtype=torch.float32), batch
+        )
+    assert (own - replayed).abs().max() > 0.1
+    for rank in launch(chosen, tmp_path / "glm", 2, tmp_path / "out", 2):
+        for name in chosen:
+            for layout in ("logprobs", "plain"):
+                assert (rank[name][layout] - replayed).abs().max() <= 5e-6
+            assert (rank[name]["own"] - own).abs().max() <= 5e-6
+            assert 0.2 < rank[name]["changed"] < 1
 
 
 @layouts

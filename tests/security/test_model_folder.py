@@ -22,7 +22,7 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
 def make(folder: Path, architecture: str = "qwen3") -> Path:
-    tie = architecture not in ("qwen3_moe", "qwen3_next")
+    tie = architecture not in ("qwen3_moe", "qwen3_next", "glm4_moe")
     make_model.run(
         MakeModelConfig(out=str(folder), architecture=architecture, tie_embeddings=tie, **TINY)
     )
@@ -145,6 +145,18 @@ def test_every_tensor_is_there_and_no_other(architecture: str, tmp_path: Path) -
         assert f"no tensor {name}" in refusal(model)
     save_file(good | {"model.layers.2.mlp.up_proj.weight": torch.zeros(1)}, file)
     assert "has no tensor model.layers.2.mlp.up_proj.weight;" in refusal(model)
+
+
+def test_a_layer_that_predicts_later_tokens_is_left_alone(tmp_path: Path) -> None:
+    model = make(tmp_path / "model", "glm4_moe")
+    file, path = model / "model.safetensors", model / "config.json"
+    good, config = load_file(file), json.loads(path.read_text())
+    save_file(good | {"model.layers.2.eh_proj.weight": torch.zeros(1)}, file)
+    assert "has no tensor model.layers.2.eh_proj.weight;" in refusal(model)
+    path.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    check_model_folder(model)
+    save_file(good | {"model.layers.3.eh_proj.weight": torch.zeros(1)}, file)
+    assert "has no tensor model.layers.3.eh_proj.weight;" in refusal(model)
 
 
 @pytest.mark.parametrize(

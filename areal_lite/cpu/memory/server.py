@@ -31,6 +31,7 @@ from areal_lite.cpu.memory.staged import (
     StagedError,
     StagedFile,
 )
+from areal_lite.data.model_folder import UNTRAINED
 
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
@@ -114,7 +115,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _check_complete(parameters: dict[str, torch.Tensor], writes: list[tuple]) -> None:
-    """Check that the writes cover each parameter, by the number of its elements."""
+    """Check that the writes cover each trained parameter, by the number of its elements."""
     regions = {}  # a region that is written twice counts once
     for _, (target, *_), _ in writes:
         regions[target.data_ptr(), target.shape, target.stride()] = target
@@ -124,7 +125,7 @@ def _check_complete(parameters: dict[str, torch.Tensor], writes: list[tuple]) ->
     missing = [
         name
         for name, parameter in parameters.items()
-        if written.get(_storage(parameter), 0) < parameter.numel()
+        if written.get(_storage(parameter), 0) < parameter.numel() and not name.endswith(UNTRAINED)
     ]
     if missing:
         raise StagedError(f"the weights leave out all or parts of {', '.join(missing):.300}")

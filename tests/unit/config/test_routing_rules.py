@@ -35,6 +35,9 @@ def test_a_dense_model(tmp_path: Path) -> None:
     layout = expert_layout(tmp_path)
     assert layout == ExpertLayout(layers=48, experts=128, top_k=8)
     assert layout.choices * layout.dtype.itemsize == 384
+    glm = dict(n_routed_experts=160, num_hidden_layers=92, first_k_dense_replace=3)
+    model(tmp_path, **glm, num_experts_per_tok=8)
+    assert expert_layout(tmp_path) == ExpertLayout(layers=89, experts=160, top_k=8, dense=3)
 
 
 @pytest.mark.parametrize(("experts", "size"), [(8, 1), (255, 1), (256, 2), (512, 2)])

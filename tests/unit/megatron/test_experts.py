@@ -1,16 +1,19 @@
 """All experts at once against one token after the other, for routes of every kind."""
 
 import sys
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeConfig, Glm4MoeMoE
 
 import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
-from areal_lite.megatron.experts import Router, Rows, _GroupedLinear
+from areal_lite.megatron.experts import Rows, _GroupedLinear
+from areal_lite.megatron.hf import export_hf
 from areal_lite.megatron.kernels import grouped_linear, grouped_sums, swiglu
+from tests.unit.megatron.routers import make_router
 
 operators = sys.modules["areal_lite.megatron.kernels"]
 TOKENS, EXPERTS, TOP_K, HIDDEN, WIDTH = 23, 6, 3, 16, 8
@@ -20,6 +23,9 @@ ROUTES = ["random", "without", "same"]
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+WEIGHT = random(EXPERTS, HIDDEN, seed=3, dtype=torch.float32)  # of a router
 
 
 def routes(kind: str) -> torch.Tensor:
@@ -146,7 +152,7 @@ def test_weights_of_rows_are_applied_in_between():
 def test_a_router_chooses_and_weighs_as_megatrons_does(over_all):
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-    router = make_router(over_all)
+    router = make_router(WEIGHT, TOP_K, over_all)
     x = random(TOKENS, HIDDEN, dtype=torch.float32)
     chosen, weights = router(x)
     dense, mask = topk_routing_with_score_function(
@@ -156,15 +162,47 @@ def test_a_router_chooses_and_weighs_as_megatrons_does(over_all):
     torch.testing.assert_close(torch.zeros_like(dense).scatter(1, chosen, weights), dense)
 
 
-def make_router(over_all: bool = False) -> Router:
-    config = SimpleNamespace(
-        num_moe_experts=EXPERTS,
+@pytest.mark.parametrize("groups", [(1, 1), (3, 2)])
+def test_sigmoids_choose_by_groups_and_biases_as_in_transformers(groups):
+    bias = 0.3 * random(EXPERTS, seed=4, dtype=torch.float32)
+    router = make_router(WEIGHT, TOP_K, bias=bias, groups=groups)
+    config = Glm4MoeConfig(
         hidden_size=HIDDEN,
-        moe_router_topk=TOP_K,
-        moe_router_pre_softmax=over_all,
-        params_dtype=torch.float32,
-        sequence_parallel=False,
+        moe_intermediate_size=WIDTH,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        n_group=groups[0],
+        topk_group=groups[1],
+        routed_scaling_factor=2.5,
     )
-    router = Router(cast(Any, config))
-    router.weight.data = random(EXPERTS, HIDDEN, seed=3, dtype=torch.float32)
-    return router
+    theirs, x = Glm4MoeMoE(config), random(TOKENS, HIDDEN, dtype=torch.float32)
+    assert router.bias is not None and not router.bias.requires_grad
+    theirs.gate.weight.data, theirs.gate.e_score_correction_bias = WEIGHT, bias
+    found = []
+    for chosen, weights in (router(x), theirs.route_tokens_to_experts(theirs.gate(x))):
+        dense = torch.zeros(TOKENS, EXPERTS).scatter(1, chosen, weights)
+        (grad,) = torch.autograd.grad(
+            (dense * random(TOKENS, EXPERTS, seed=5, dtype=torch.float32)).sum(),
+            router.weight if not found else theirs.gate.weight,
+        )
+        found.append((dense, grad))
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected)
+    without = (x @ router.weight.t()).topk(TOP_K).indices
+    assert not torch.equal(without.sort().values, router(x)[0].sort().values)  # both decide
+
+
+def test_exports_keep_the_bias_of_a_router_as_it_was(tmp_path):
+    name, source = "model.layers.1.mlp.gate.e_score_correction_bias", tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    bias = random(EXPERTS, dtype=torch.float32)
+    old, new = torch.zeros(2), torch.full((2,), 0.1)
+    save_file({name: bias, "a": old}, source / "model.safetensors")
+    export_hf(iter([[("a", new)]]), source, tmp_path / "out", torch.bfloat16)
+    tensors = {
+        key: tensor
+        for path in (tmp_path / "out").glob("*.safetensors")
+        for key, tensor in load_file(path).items()
+    }
+    assert torch.equal(tensors[name], bias) and torch.equal(tensors["a"], new.bfloat16())

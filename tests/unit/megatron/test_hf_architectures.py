@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig
 
 from areal_lite.config import TrainerConfig
-from areal_lite.data.model_folder import DELTA_NETS, check_split
+from areal_lite.data.model_folder import DELTA_NETS, check_split, num_experts
 from areal_lite.megatron.architectures import (
     ARCHITECTURES,
     check_supported,
@@ -50,9 +50,9 @@ def test_supported(architecture):
     check_supported(hf, TrainerConfig(tensor_parallel=2))
     made = transformer_config(hf, torch.float32)
     assert made.num_query_groups == 2 and not made.add_bias_linear
-    assert made.add_qkv_bias == (architecture == "qwen2")
+    assert made.add_qkv_bias == (architecture == "qwen2")  # GLM's default is without
     assert made.qk_layernorm == architecture.startswith("qwen3")
-    assert (made.num_moe_experts is not None) == hasattr(hf, "num_experts")
+    assert (made.num_moe_experts is not None) == (num_experts(vars(hf)) > 0)
     assert made.attention_output_gate == (architecture in DELTA_NETS)
 
 
@@ -86,6 +86,11 @@ def test_supported(architecture):
             "for phi3: use rope_type default$",
         ),
         ("olmo3", {"head_dim": 32}, "head_dim=32 is not supported for olmo3"),
+        ("glm4_moe", {"tie_word_embeddings": True}, "SGLang does not share them"),
+        ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob=false"),
+        ("glm4_moe", {"num_experts_per_tok": 1}, "without a gradient"),
+        ("glm4_moe", {"n_group": 48}, "n_routed_experts=128 do not make up n_group=48"),
+        ("glm4_moe", {"n_group": 128}, "groups of two experts or more"),
         ("llama", {"sliding_window": 8}, "sliding_window=8"),
         (
             "llama",

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from areal_lite.data.model_folder import DELTA_NETS
-from areal_lite.megatron.architectures import ARCHITECTURES, layer_mapping, layout, padded_vocab
+from areal_lite.megatron.architectures import ARCHITECTURES, layer_mapping, layout
+from areal_lite.megatron.parameters import padded_vocab
 
 EXPERT = 3
 
@@ -71,7 +72,9 @@ def shape(name: str, hf) -> tuple[int, ...]:
     """Return the shape of a Hugging Face tensor."""
     if ".linear_attn." in name:
         return net_shape(name, hf)
-    part = "moe_" if ".experts." in name else "shared_expert_" if ".shared_expert." in name else ""
+    if name.endswith("e_score_correction_bias"):
+        return (5,)
+    part = "moe_" if "experts." in name else "shared_expert_" if ".shared_expert." in name else ""
     width = getattr(hf, f"{part}intermediate_size", 0)
     heads, groups, dim, hidden = (
         hf.num_attention_heads,

@@ -1,13 +1,11 @@
 """Routing replay in one router, against its definition in float64."""
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import pytest
 import torch
 
 import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
-from areal_lite.megatron.experts import Router, RoutingReplay
+from areal_lite.megatron.experts import RoutingReplay
+from tests.unit.megatron.routers import make_router
 
 TOKENS, EXPERTS, TOP_K = 40, 12, 3
 
@@ -16,16 +14,8 @@ def route(
     logits: torch.Tensor, replay: RoutingReplay | None, normalized: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a router's weight of each expert, and which are chosen."""
-    config = SimpleNamespace(
-        num_moe_experts=EXPERTS,
-        hidden_size=EXPERTS,
-        moe_router_topk=TOP_K,
-        moe_router_pre_softmax=not normalized,
-        params_dtype=torch.float32,
-        sequence_parallel=False,
-    )
-    router = Router(cast(Any, config))
-    router.weight.data, router.replay = torch.eye(EXPERTS), replay
+    router = make_router(torch.eye(EXPERTS), TOP_K, not normalized)
+    router.replay = replay
     chosen, weights = router(logits)
     mask = torch.zeros(logits.shape, dtype=torch.bool).scatter(1, chosen, True)
     return torch.zeros_like(logits).scatter(1, chosen, weights), mask

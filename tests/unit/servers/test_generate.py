@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from areal_lite.rollout.episode import _cut_at_stop
+from areal_lite.routes import ExpertLayout
 from areal_lite.servers.client import (
     GenerationChunk,
     SamplingParams,
     ServerFailed,
     ServerRefused,
     SGLangClient,
+    _routes,
 )
 from areal_lite.servers.fleet import Completion, RequestGate
 from areal_lite.servers.registry import Router, ServerInfo
@@ -181,6 +183,15 @@ def test_routes_that_an_abort_did_not_bring_are_asked_for_again() -> None:
             assert result.routes.tolist() == expected_routes(prompt, result)[1:]
 
     asyncio.run(run())
+
+
+def test_dense_layers_have_no_routes() -> None:
+    numbers = np.zeros((2, 3, 2), "<i4")  # a server writes something for them
+    numbers[:, 1:] = [[[3, 1], [0, 2]], [[2, 3], [1, 0]]]
+    layout = ExpertLayout(layers=2, experts=4, top_k=2, dense=1)
+    assert _routes(numbers.tobytes(), layout, 2).tolist() == np.sort(numbers[:, 1:]).tolist()
+    with pytest.raises(ValueError, match="12 routed_experts, not those of 2 tokens in 2 layers"):
+        _routes(numbers.tobytes(), replace(layout, dense=0), 2)
 
 
 def test_a_cut_completion_keeps_the_routes_before_its_last_token() -> None:
