@@ -37,7 +37,6 @@ from areal_lite.algo.sequences import (
     sequence_length,
     sequence_sum,
 )
-from areal_lite.algo.turns import Turns, credits, find_turns, relative_to_turns
 
 if TYPE_CHECKING:
     from areal_lite.config.algo import AdvantageConfig, AlgoConfig
@@ -257,7 +256,7 @@ class PolicyObjective(Objective):
             divergence = kl_estimate(batch.prox, batch.reference, mask, estimator=kl.estimator)
         turns = None
         if advantage.credit == "turns":
-            turns = find_turns(batch.sampled, batch.sequence_ids)
+            turns = advantages.find_turns(batch.sampled, batch.sequence_ids)
         match advantage.estimator:
             case "grpo" | "rloo":
                 if divergence is not None:  # that of the whole episode
@@ -281,20 +280,22 @@ class PolicyObjective(Objective):
             divergence = kl_estimate(batch.prox, batch.reference, mask, estimator="k1")
             batch.advantages = batch.advantages - kl.coef * divergence
 
-    def _credits(self, batch: FlatBatch, rewards: Tensor, turns: Turns) -> Tensor:
+    def _credits(self, batch: FlatBatch, rewards: Tensor, turns: advantages.Turns) -> Tensor:
         """Divide the shaped rewards of sequences among their turns: float [k]."""
         earned = batch.earned
-        return credits(rewards, None if earned is None else self.algo.shaping.scale * earned, turns)
+        if earned is not None:
+            earned = self.algo.shaping.scale * earned
+        return advantages.credits(rewards, earned, turns)
 
     def _relative_to_group(
-        self, batch: FlatBatch, rewards: Tensor, turns: Turns | None, reduce: Reduce
+        self, batch: FlatBatch, rewards: Tensor, turns: advantages.Turns | None, reduce: Reduce
     ) -> Tensor:
         """Compute advantages relative to groups from rewards of sequences: float [T]."""
         advantage, group_ids = self.algo.advantage, batch.group_ids
         if turns is None:
             by_sequence = _relative(rewards, group_ids, advantage, reduce, batch.episode_ids)
             return by_sequence[batch.sequence_ids]
-        by_turn = relative_to_turns(
+        by_turn = advantages.relative_to_turns(
             self._credits(batch, rewards, turns),
             turns,
             group_ids,
@@ -309,7 +310,7 @@ class PolicyObjective(Objective):
         batch: FlatBatch,
         rewards: Tensor,
         divergence: Tensor | None,
-        turns: Turns | None,
+        turns: advantages.Turns | None,
         reduce: Reduce,
     ) -> None:
         """Set advantages, and returns with `gae`, from rewards at ends of sequences or turns."""

@@ -9,9 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.algo.advantages import gae, grpo, reinforce_plus_plus, rloo, token_rewards
+from areal_lite.algo.advantages import (
+    credits,
+    find_turns,
+    gae,
+    grpo,
+    reinforce_plus_plus,
+    relative_to_turns,
+    rloo,
+    token_rewards,
+)
 from areal_lite.algo.sequences import discounted_sum
-from areal_lite.algo.turns import credits, find_turns, relative_to_turns
 
 seeds = st.integers(0, 100_000)
 discounts = st.sampled_from([0.0, 0.7, 1.0])

@@ -258,7 +258,7 @@ def test_a_missing_model_is_named(tmp_path, capsys):
 def test_data_and_reward_have_no_default(model, tmp_path, capsys):
     where = [f"model={model}", f"run_dir={tmp_path / 'run'}"]
     for settings, message in (
-        ([], "data.source is not set: name your data: jsonl, hf, addition, or module:function of"),
+        ([], "data.source is not set: name your data: jsonl, hf, addition, reasoning_gym, or"),
         (["data.source=addition"], "reward.function is not set: name what scores a completion"),
     ):
         assert main(["train", *where, *settings]) == 2

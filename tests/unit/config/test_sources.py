@@ -116,7 +116,7 @@ def test_the_command_line_says_what_is_wrong_with_a_source(model, tmp_path, caps
         ([*jsonl, "data.sources.x.reward.function=no.such:f"], "reward.function=no.such:f: cannot"),
         (["data.sources.x.workflow_args.a=1"], "rollout.workflow_args={'a': 1}"),
         (["data.sources.x=3"], "3 is not a set of keys"),
-        (["data.sources.x.source=csv"], "data.source=csv: choose one of jsonl, hf, addition, or"),
+        (["data.sources.x.source=csv"], "data.source=csv: choose one of jsonl, hf, addition"),
         (
             ["data.sources.x.args.digits=3"],
             "data.args={'seed': 1, 'digits': 3} do not fit data.source=add",
