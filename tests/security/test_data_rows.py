@@ -98,7 +98,7 @@ def test_a_template_that_fails_names_the_row(model: Path, tmp_path: Path) -> Non
 def test_a_damaged_parquet_file_is_named(content: bytes, model: Path, tmp_path: Path) -> None:
     (tmp_path / "train.parquet").write_bytes(content)
     config = DataConfig(source="hf", path=str(tmp_path))
-    with pytest.raises(ValueError, match="train.parquet: not a Parquet file") as error:
+    with pytest.raises(ValueError, match="train.parquet: not Parquet that can be read") as error:
         load_prompts(config, model, "train")
     assert "\n" not in str(error.value)
 

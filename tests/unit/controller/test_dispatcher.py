@@ -82,7 +82,7 @@ class FakeRewards:
     def __init__(self, rng: random.Random):
         self.rng = rng
 
-    async def score(self, completion: str, answer: str) -> float:
+    async def score(self, completion: str, answer: str, info: dict) -> float:
         if self.rng.random() < 0.2:
             raise TaskFailed("timeout", "too slow")
         return float(self.rng.random() < 0.5)

@@ -37,7 +37,7 @@ class Problems:
 class Free:
     """Rewards of 1."""
 
-    async def score(self, completion: str, answer: str) -> float:
+    async def score(self, completion: str, answer: str, info: dict) -> float:
         return 1.0
 
 

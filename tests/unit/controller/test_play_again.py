@@ -43,7 +43,7 @@ class Prompts:
 class Rewards:
     """A third of the groups gets equal rewards and is filtered."""
 
-    async def score(self, completion: str, answer: str) -> float:
+    async def score(self, completion: str, answer: str, info: dict) -> float:
         return float(int(completion) % 2)
 
 
