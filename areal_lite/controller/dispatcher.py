@@ -92,7 +92,7 @@ class Curriculum:
 
 
 def zero_variance(group: Group) -> str | None:
-    """Filter a group whose rewards are all equal: `rollout.filters=[zero_variance]`."""
+    """Filter a group whose rewards, of episodes and of turns, are all equal (`zero_variance`)."""
     earned = {(t.reward, *(t.turn_rewards or ())) for t in group.trajectories}
     return "zero_variance" if len(earned) == 1 else None
 

@@ -74,7 +74,7 @@ class Pieces:
         steps = np.arange(1, kernel)[:, None]
         before = path[np.repeat(keys[:-1], counts) + np.maximum(at - steps, 0)]
         taps = np.where(at >= steps, before, size)
-        # A piece begins with a segment, and with the token after one that a segment comes after.
+        # A piece begins with a segment, and right after a token where another segment branches off.
         forks = taps[0][own[:-1][counts > 0]]
         begins = np.zeros(size + 1, bool)
         begins[own[:-1]] = begins[forks[forks < size] + 1] = True

@@ -290,7 +290,7 @@ class RoutingReplay:
         self.layer = layer  # among the layers of the whole model that have experts
         # [l, top_k], of the tokens that the next forward pass of this rank's router sees
         self.routes: Tensor | None = None
-        # the recorded routes so far, and those of them that this router would not have chosen
+        # recorded routes so far, and how many of them this router would have chosen otherwise
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)
 
     def __call__(self, own: Tensor, experts: int) -> Tensor:

@@ -30,7 +30,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class _Rows:
-    """`size` rows of a source, from `start` on."""
+    """A slice of `size` rows of a source, from row `start` on."""
 
     source: Source
     start: int

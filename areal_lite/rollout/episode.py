@@ -300,7 +300,7 @@ class Transcript:
         return params, ends
 
     def text(self, completion: Completion) -> str:
-        """Return the text of a completion with its special tokens, without the one that ends it."""
+        """Decode a completion with its special tokens, but without its end token."""
         tokens, ends = completion.tokens, self.episode.params.stop_token_ids
         ended = len(tokens) and tokens[-1] in ends
         return self.episode.tokenizer.decode(tokens[:-1] if ended else tokens, special=True)

@@ -30,7 +30,7 @@ _MOST_CALLS = 256
 
 
 class Parsed(NamedTuple):
-    """What a model wrote. `is_broken`: it meant a call, and none can be understood."""
+    """The parts of an answer. `is_broken`: it means a call, and none can be understood."""
 
     thought: str
     thought_text: str  # with its marks

@@ -24,7 +24,7 @@ _INIT_TIMEOUT_S = 60.0
 
 
 def grouped_name(key: str) -> str | None:
-    """Return the name of a metric in a tracker; None for one that is not sent there."""
+    """Return the name of a metric in a tracker; None if it is not sent there."""
     group = GROUP_OF.get(key.partition("/")[0], OTHER)
     return f"{group}/{key}" if group else None
 
@@ -33,7 +33,7 @@ class Grouped(ABC):
     """Sends numbers by their grouped names."""
 
     package: ClassVar[str]
-    """What it imports, also in the commands that install it."""
+    """The name of its package, for `import` and for `pip install`."""
 
     def log_step(self, record: Mapping[str, Any]) -> None:
         """Send the numbers of a training step."""
@@ -61,7 +61,7 @@ class Grouped(ABC):
 
 
 class Wandb(Grouped):
-    """Weights & Biases. `arguments` are those of wandb.init."""
+    """Send metrics to Weights & Biases; `arguments` go to wandb.init."""
 
     package = "wandb"
 
@@ -91,7 +91,7 @@ class Wandb(Grouped):
 
 
 class TensorBoard(Grouped):
-    """Event files in tensorboard/ of the run directory. `arguments` are SummaryWriter's."""
+    """Write event files to tensorboard/ in the run directory; `arguments` go to SummaryWriter."""
 
     package = "tensorboard"
 
@@ -115,7 +115,7 @@ class TensorBoard(Grouped):
 
 
 class Mlflow(Grouped):
-    """MLflow. `arguments` are those of mlflow.start_run."""
+    """Send metrics to MLflow; `arguments` go to mlflow.start_run."""
 
     package = "mlflow"
 
@@ -127,7 +127,7 @@ class Mlflow(Grouped):
         experiment: str = _PROJECT,
         **arguments: Any,
     ):
-        self._mlflow: Any = (mlflow := importlib.import_module(self.package))
+        mlflow = self._mlflow = importlib.import_module(self.package)
         if tracking_uri is not None:
             mlflow.set_tracking_uri(tracking_uri)
         elif "MLFLOW_TRACKING_URI" not in os.environ:
@@ -167,7 +167,7 @@ class _LikeWandb(Grouped):
 
 
 class Trackio(_LikeWandb):
-    """Trackio. `arguments` are those of trackio.init."""
+    """Send metrics to Trackio; `arguments` go to trackio.init."""
 
     package = "trackio"
 
@@ -176,7 +176,7 @@ class Trackio(_LikeWandb):
 
 
 class Swanlab(_LikeWandb):
-    """SwanLab. `arguments` are those of swanlab.init."""
+    """Send metrics to SwanLab; `arguments` go to swanlab.init."""
 
     package = "swanlab"
 

@@ -252,7 +252,7 @@ class Conversations:
 class AgentEndpoint:
     """The HTTP server. `base_url` is known after `start()`; port 0 picks a free one.
 
-    The parsers are those of `AnswerParser`. Without a `reasoning_parser`, thoughts are content.
+    `AnswerParser` describes the parsers. Without a `reasoning_parser`, thoughts are content.
     """
 
     def __init__(
