@@ -63,7 +63,7 @@ class AdvantageConfig:
 class ShapingConfig:
     """The reward that is trained on: scale (R + bias), plus penalties."""
 
-    scale: float = setting(1.0, "Factor of the reward.", above=0, maximum=1e6)
+    scale: float = setting(1.0, "Factor of the reward.", within=(1e-6, 1e6))
     bias: float = setting(0.0, "Added to the reward before scaling.", within=(-1e6, 1e6))
     overlong_margin: int = setting(
         0,
@@ -96,7 +96,7 @@ class KLConfig:
 class CriticConfig:
     """The value model of algo.advantage.estimator=gae, which begins as a copy of the policy."""
 
-    lr: float = setting(1e-5, "Learning rate.", above=0, maximum=1)
+    lr: float = setting(1e-5, "Learning rate.", within=(1e-12, 1))
 
 
 @dataclass
@@ -123,7 +123,7 @@ class AlgoConfig:
     eps_low: float = setting(0.2, "Lower clip range of r: 1 - eps_low.", within=(0, 1))
     eps_high: float = setting(0.2, "Upper clip range of r: 1 + eps_high.", within=(0, 1e6))
     dual_clip: float | None = setting(
-        None, "ppo: bound of the loss of tokens with a negative advantage.", above=1, maximum=1e6
+        None, "ppo: bound of the loss of tokens with a negative advantage.", within=(1, 1e6)
     )
     reduction: str = setting(
         "token",

@@ -2,7 +2,7 @@
 
     @dataclass
     class TrainerConfig:
-        lr: float = setting(1e-4, "Learning rate.", above=0, maximum=1)
+        lr: float = setting(1e-4, "Learning rate.", within=(1e-12, 1))
 
 `null` (None) is allowed where the field's type says so. Every number has two bounds, so NaN and
 infinities are never accepted. An upper bound stops a slip of the keyboard, not an experiment.
@@ -10,11 +10,11 @@ infinities are never accepted. An upper bound stops a slip of the keyboard, not 
 
 import difflib
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import Any, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 _KEY = "setting"
 
@@ -27,22 +27,6 @@ SECONDS = (0.001, WEEK_S)
 _MAX_CHARACTERS = 100_000
 
 
-class Bound(NamedTuple):
-    """A limit of a value: the comparison, and its wording in the reference and in errors."""
-
-    holds: Callable[[Any, float], bool]
-    sign: str
-    words: str
-
-
-_BOUNDS = {
-    "minimum": Bound(operator.ge, ">=", "at least"),
-    "above": Bound(operator.gt, ">", "more than"),
-    "maximum": Bound(operator.le, "<=", "at most"),
-    "below": Bound(operator.lt, "<", "less than"),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """The help of one key and the values that it accepts."""
@@ -50,7 +34,7 @@ class Setting:
     help: str
     choices: tuple[str, ...]
     importable: bool
-    limits: list[tuple[Bound, float]]
+    within: tuple[float, float] | None
 
     def accepts(self, value: Any) -> bool:
         """Return whether `value`, or each item of a list, is a choice and within the bounds."""
@@ -59,7 +43,7 @@ class Setting:
         if isinstance(value, str) and not _is_text(value):
             return False
         chosen = not self.choices or value in self.choices or (self.importable and ":" in value)
-        return chosen and all(bound.holds(value, limit) for bound, limit in self.limits)
+        return chosen and (not self.within or self.within[0] <= value <= self.within[1])
 
     @property
     def remedy(self) -> str:
@@ -67,9 +51,9 @@ class Setting:
         if self.choices:
             own = ", or name your own as module:name" if self.importable else ""
             return f"choose one of {', '.join(self.choices)}{own}"
-        if self.limits:
-            bounds = " and ".join(f"{b.words} {number(x)}" for b, x in self.limits)
-            return f"must be {bounds} ({self.help})"
+        if self.within:
+            least, most = map(number, self.within)
+            return f"must be at least {least} and at most {most} ({self.help})"
         return f"must be text of at most {_MAX_CHARACTERS} characters, in UTF-8 and without NUL"
 
 
@@ -91,7 +75,6 @@ def setting(
     choices: tuple[str, ...] = (),
     importable: bool = False,
     within: tuple[float, float] | None = None,
-    **bounds: float,
 ) -> Any:
     """Declare a dataclass field; its default is `MISSING` for a required key.
 
@@ -99,12 +82,8 @@ def setting(
         choices: the allowed strings. Empty: any value of the field's type.
         importable: allow `module:name` besides the choices.
         within: the least and the largest value.
-        bounds: minimum, above, maximum, below; `above` and `below` exclude the bound itself.
     """
-    if within:
-        bounds |= {"minimum": within[0], "maximum": within[1]}
-    limits = [(_BOUNDS[name], limit) for name, limit in bounds.items()]
-    about = Setting(help=help, choices=choices, importable=importable, limits=limits)
+    about = Setting(help=help, choices=choices, importable=importable, within=within)
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata={_KEY: about})
     return field(default=default, metadata={_KEY: about})

@@ -63,8 +63,10 @@ def _allowed(setting: Setting, hint: Any) -> str:
     if nullable:
         hint = next(kind for kind in get_args(hint) if kind is not type(None))
     text = _TYPES.get(hint) or ("list" if get_origin(hint) is list else "keys and values")
-    limits = " and ".join(f"{bound.sign} {number(limit)}" for bound, limit in setting.limits)
-    return f"{text} {limits}".strip() + (" or null" if nullable else "")
+    if setting.within:
+        least, most = map(number, setting.within)
+        text += f" >= {least} and <= {most}"
+    return text + (" or null" if nullable else "")
 
 
 def groups() -> dict[str, list[str]]:

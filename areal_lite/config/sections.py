@@ -120,7 +120,7 @@ class Sampling:
 
     temperature: float = setting(1.0, "Sampling temperature. 0: greedy.", within=(0, 100))
     top_p: float = setting(
-        1.0, "Sample from the likeliest tokens, of this probability together.", above=0, maximum=1
+        1.0, "Sample from the likeliest tokens, of this probability together.", within=(1e-6, 1)
     )
     top_k: int = setting(
         0, "Sample from so many of the likeliest tokens. 0 or -1: all.", within=(-1, MAX_COUNT)
@@ -175,8 +175,7 @@ class RolloutConfig:
     retire_above: float | None = setting(
         None,
         "Stop asking a prompt once more than this share of its latest trajectories solve it.",
-        minimum=0,
-        below=1,
+        within=(0, 0.999),
     )
     rest_unsolved: int = setting(
         0,
@@ -249,7 +248,7 @@ class LoraConfig:
         0, "Rank of the adapters. 0: no adapters, all weights are trained.", within=(0, 1024)
     )
     alpha: float = setting(
-        32.0, "What an adapter adds is multiplied by alpha / rank.", above=0, maximum=1e6
+        32.0, "What an adapter adds is multiplied by alpha / rank.", within=(1e-6, 1e6)
     )
     targets: list[str] = setting(
         ["qkv", "proj", "fc1", "fc2"],
@@ -314,7 +313,7 @@ class TrainerConfig:
         "gradient is a smaller step; in bfloat16 every data-parallel rank has all master weights.",
         choices=("adam", "sgd"),
     )
-    lr: float = setting(1e-4, "Learning rate.", above=0, maximum=1)
+    lr: float = setting(1e-4, "Learning rate.", within=(1e-12, 1))
     lr_schedule: str = setting(
         "constant",
         "Learning rate after the warm-up. wsd: constant, with a linear decay in the last fifth.",
@@ -326,7 +325,7 @@ class TrainerConfig:
         within=(0, MAX_COUNT),
     )
     min_lr: float = setting(0.0, "Learning rate at the end of the decay.", within=(0, 1))
-    adam_beta2: float = setting(0.95, "Decay of Adam's second moment.", minimum=0, below=1)
+    adam_beta2: float = setting(0.95, "Decay of Adam's second moment.", within=(0, 0.999999))
     adam_eps: float = setting(1e-8, "Adam's epsilon.", within=(1e-20, 1))
     weight_decay: float = setting(0.0, "Decoupled weight decay.", within=(0, 100))
     clip_grad: float = setting(
@@ -344,8 +343,7 @@ class TrainerConfig:
     gpu_memory_fraction: float | None = setting(
         None,
         "Share of the GPU's memory for a rank, when a server shares its GPU. null: all.",
-        above=0,
-        maximum=1,
+        within=(0.001, 1),
     )
 
     @property

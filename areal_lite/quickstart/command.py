@@ -37,7 +37,7 @@ class MakeModelConfig:
     tie_embeddings: bool = setting(True, "Share input and output embeddings.")
     max_position: int = setting(2048, "Longest sequence, in tokens.", within=(1, MAX_TOKENS))
     rope_theta: float = setting(10000.0, "Base of the rotary embedding.", within=(1, 1e9))
-    init_std: float = setting(0.09, "Standard deviation of initial weights.", above=0, maximum=10)
+    init_std: float = setting(0.09, "Standard deviation of initial weights.", within=(1e-6, 10))
     seed: int = setting(1, "Seed of the initial weights.", within=(0, MAX_SEED))
 
 

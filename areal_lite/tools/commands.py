@@ -137,14 +137,14 @@ class SimulationConfig:
     uniform_share: float = setting(0.0, "Share of groups of equal rewards.", within=(0, 0.95))
     reward_s: float = setting(0.0, "Seconds to score a completion.", within=(0, WEEK_S))
     bandwidth_share: float = setting(
-        0.7, "Share of the memory bandwidth that decoding reaches.", above=0, maximum=1
+        0.7, "Share of the memory bandwidth that decoding reaches.", within=(0.001, 1)
     )
     arithmetic_share: float = setting(
-        0.4, "Share of the arithmetic that training and prompts reach.", above=0, maximum=1
+        0.4, "Share of the arithmetic that training and prompts reach.", within=(0.001, 1)
     )
     host_ms: float = setting(4.0, "Host's milliseconds in a decoding step.", within=(0, 1e6))
     step_fixed_s: float = setting(2.0, "Fixed seconds of a step.", within=(0, WEEK_S))
-    push_gb_s: float = setting(10.0, "Gigabytes that a push sends a second.", above=0, maximum=1e6)
+    push_gb_s: float = setting(10.0, "Gigabytes that a push sends a second.", within=(0.001, 1e6))
     push_fixed_s: float = setting(0.3, "Fixed seconds of a pause.", within=(0, WEEK_S))
     warm_up: int | None = setting(
         None,

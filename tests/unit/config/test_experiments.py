@@ -164,7 +164,7 @@ def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_pl
         (["train", "rollout.stop=['']"], "rollout.stop: '' is neither a text of 1 to 1000"),
         (["eval", "sampling.stop=[-1]"], "sampling.stop of evaluation: -1 is neither a text"),
         (["eval", "sampling.n=2"], "sampling: unknown key n; choose one of temperature, top_p"),
-        (["eval", "sampling.top_p=0"], "sampling: top_p=0.0: must be more than 0 and at most 1"),
+        (["eval", "sampling.top_p=0"], "sampling: top_p=0.0: must be at least 1e-06 and at most 1"),
         (["eval", "sampling.top_k=some"], "sampling: top_k: Value 'some' of type 'str' could not"),
         (["train", "eval.sampling.temperature=null"], "temperature: Incompatible value 'None'"),
         (["chat", "rollout.temperature=0"], "unknown key rollout; did you mean temperature?"),
@@ -192,7 +192,7 @@ def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_pl
         (["train", "--dryrun"], "unknown option --dryrun; did you mean --dry-run?"),
         (["eval", "--dry-run"], "--dry-run is for `areal-lite train`"),
         (["train", "--print"], "--print is for `areal-lite slurm`"),
-        (["train", "trainer.lr=0"], "trainer.lr=0.0: must be more than 0"),
+        (["train", "trainer.lr=0"], "trainer.lr=0.0: must be at least 1e-12"),
     ],
 )
 def test_a_mistake_is_one_line_that_helps(args, message, model, tmp_path, capsys):

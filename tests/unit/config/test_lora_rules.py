@@ -38,7 +38,7 @@ def test_targets_are_named_once(targets: list[str]) -> None:
     ("lora", "message"),
     [
         (LoraConfig(rank=-1), "trainer.lora.rank=-1: must be at least 0"),
-        (LoraConfig(rank=8, alpha=0.0), "trainer.lora.alpha=0.0: must be more than 0"),
+        (LoraConfig(rank=8, alpha=0.0), "trainer.lora.alpha=0.0: must be at least 1e-06"),
         (LoraConfig(rank=8, targets=["q_proj"]), "choose one of qkv, proj, fc1, fc2"),
     ],
 )
