@@ -83,8 +83,7 @@ def load_object(key: str, name: str) -> Callable[..., Any]:
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
         raise ValueError(
-            f"{key}={name} must be module:name,"
-            " such as areal_lite.rollout.workflows.single_turn:single_turn"
+            f"{key}={name} must be module:name, such as areal_lite.rollout.episode:single_turn"
         )
     try:
         module = importlib.import_module(module_name)

@@ -3,8 +3,7 @@
 import asyncio
 from collections import defaultdict
 
-from areal_lite.rollout.episode import Episode
-from areal_lite.rollout.workflows.single_turn import single_turn
+from areal_lite.rollout.episode import Episode, single_turn
 from areal_lite.trajectory import Trajectory
 
 

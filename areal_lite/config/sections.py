@@ -142,7 +142,7 @@ class RolloutConfig:
         "docs/workflows.md.",
     )
     workflow: str = setting(
-        "areal_lite.rollout.workflows.single_turn:single_turn",
+        "areal_lite.rollout.episode:single_turn",
         "module:name of the function or class that plays an episode; see docs/workflows.md.",
     )
     workflow_args: dict[str, Any] = setting(

@@ -15,10 +15,9 @@ from areal_lite.data.prompts import Prompt, PromptSet, Split, load_prompts
 from areal_lite.data.sampler import PromptSampler, SourceOrder
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.pool import RewardPool
-from areal_lite.rollout.episode import Episode, Played, Workflow, is_grouped, play
+from areal_lite.rollout.episode import Episode, Played, Workflow, is_grouped, play, single_turn
 from areal_lite.rollout.pool import EpisodePool, needs_workers
 from areal_lite.rollout.worker import Play
-from areal_lite.rollout.workflows.single_turn import single_turn
 from areal_lite.run_dir.paths import QUARANTINE_FILE
 from areal_lite.run_dir.store import StoreThread
 from areal_lite.servers.client import SamplingParams

@@ -3,7 +3,7 @@
     +task=verifiers data.args.environment=my_env data.args.arguments={difficulty: 2}
 
 An environment is a module with `load_environment(**arguments)`. It asks the policy at the endpoint
-for agents (rollout/workflows/agent.py), and its rubric gives the reward.
+for agents (workflows/agent.py), and its rubric gives the reward.
 """
 
 import json

@@ -41,7 +41,7 @@ from areal_lite.servers.fleet import Completion, rest_of
 from areal_lite.trajectory import Trajectory
 from areal_lite.workers.process import short_text
 
-SINGLE_TURN = "areal_lite.rollout.workflows.single_turn:single_turn"
+SINGLE_TURN = "areal_lite.rollout.episode:single_turn"
 """The workflow that runs in the controller: it has no code of the user."""
 
 _END_TOKENS = 16
@@ -424,6 +424,13 @@ class Transcript:
                 finish_reason="",
             )
         )
+
+
+async def single_turn(episode: Episode) -> Trajectory:
+    """Play an episode of one answer: the default workflow."""
+    transcript = Transcript(episode)
+    await transcript.sample()
+    return transcript.trajectory()
 
 
 def _at_a_text(tokens: np.ndarray, params: SamplingParams, tokenizer: Tokenizer) -> str:

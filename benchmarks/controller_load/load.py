@@ -60,7 +60,7 @@ class Load:
         config.data.source = "addition"
         config.reward.function = "areal_lite.quickstart.reward:addition_reward"
         if self.agent:
-            config.rollout.workflow = "areal_lite.rollout.workflows.agent:Agent"
+            config.rollout.workflow = "areal_lite.workflows.agent:Agent"
             config.rollout.workflow_args = {"agent": "benchmarks.controller_load.load:agent"}
         config.rollout.group_size = GROUP_SIZE
         config.rollout.max_new_tokens = self.max_tokens

@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 
 areal-lite train "model=$warm" \
   +task=addition data.source=my_agent:long_sums data.args.max_digits=3 \
-  rollout.workflow=areal_lite.rollout.workflows.agent:Agent \
+  rollout.workflow=areal_lite.workflows.agent:Agent \
   rollout.workflow_args.agent=my_agent:agent algo=quickstart \
   rollout.group_size=8 rollout.max_new_tokens=14 \
   trainer.batch_groups=16 trainer.minibatches=4 trainer.lr=3e-4 trainer.steps=32 \

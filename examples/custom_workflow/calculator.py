@@ -1,6 +1,6 @@
 r"""A tool of your own: arithmetic, without a process for each call.
 
-    areal-lite train model=… rollout.workflow=areal_lite.rollout.workflows.tools:Tools \
+    areal-lite train model=… rollout.workflow=areal_lite.workflows.tools:Tools \
       'rollout.workflow_args={tools: [examples.custom_workflow.calculator:calculator, python]}'
 
 The policy writes the expression, so nothing in it may run code or take long.

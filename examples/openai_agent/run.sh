@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 . ../warm_model.sh
 
 areal-lite train "model=$warm" \
-  +task=addition data.args.max_digits=3 rollout.workflow=areal_lite.rollout.workflows.agent:Agent \
+  +task=addition data.args.max_digits=3 rollout.workflow=areal_lite.workflows.agent:Agent \
   rollout.workflow_args.agent=my_agent:agent algo=quickstart \
   rollout.group_size=8 rollout.max_new_tokens=140 \
   trainer.batch_groups=16 trainer.minibatches=4 \

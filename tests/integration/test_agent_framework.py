@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from smolagents import OpenAIModel, ToolCallingAgent, tool
 
-from areal_lite.rollout.endpoint.server import AgentEndpoint
 from areal_lite.rollout.episode import sampled_turns
+from areal_lite.workflows.endpoint.server import AgentEndpoint
 from tests.unit.rollout.episodes import chat_prompt, playing, save_chat_tokenizer
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LEFT_OUT = ("environments", "tools", "quickstart")
+LEFT_OUT = ("environments", "tools", "quickstart", "workflows")
 
 
 @pytest.fixture

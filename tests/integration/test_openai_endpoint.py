@@ -15,12 +15,12 @@ from openai import AsyncOpenAI
 
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.rollout.endpoint.server import AgentEndpoint
 from areal_lite.rollout.episode import Episode, sampled_turns
 from areal_lite.servers.client import SamplingParams, SGLangClient
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.trajectory import Trajectory
+from areal_lite.workflows.endpoint.server import AgentEndpoint
 from tests.fake_sglang import EOS, FakeSGLang, completion, logprob
 from tests.integration.controller_run import Run, push
 from tests.integration.test_sglang_server import reference  # noqa: F401
@@ -351,7 +351,7 @@ def run(tmp_path, tokenizer_only):
 
     def make(agent: str, **settings) -> Run:
         arguments = {"agent": f"tests.integration.toy_agent:{agent}"}
-        workflow = "areal_lite.rollout.workflows.agent:Agent"
+        workflow = "areal_lite.workflows.agent:Agent"
         runs.append(
             Run(
                 tmp_path / f"run{len(runs)}",

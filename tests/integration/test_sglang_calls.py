@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.rollout.tool_calls import AnswerParser
+from areal_lite.workflows.tool_calls import AnswerParser
 from tests.unit.rollout.episodes import save_chat_tokenizer
 
 PROPERTIES = {"at": {"type": "string"}, "times": {"type": "integer"}}

@@ -20,8 +20,7 @@ import torch
 
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.rollout.episode import Episode
-from areal_lite.rollout.workflows.single_turn import single_turn
+from areal_lite.rollout.episode import Episode, single_turn
 from areal_lite.servers.client import GenerationChunk, SamplingParams, SGLangClient
 from areal_lite.servers.fleet import Fleet
 from areal_lite.system.network import free_port

@@ -24,7 +24,7 @@ def settings(folder: Path) -> dict[str, object]:
                 "path": str(path),
                 "eval_path": str(path),
                 "reward": {"function": "tests.integration.toy_reward:share_of_letters"},
-                "workflow": "areal_lite.rollout.workflows.multi_turn:MultiTurn",
+                "workflow": "areal_lite.workflows.multi_turn:MultiTurn",
                 "workflow_args": {"feedback": "tests.integration.toy_reward:half"},
             },
         },

@@ -217,7 +217,7 @@ def test_schedules_without_interruption(model, tmp_path, schedule, bound):
 @pytest.mark.slow  # test_openai_endpoint.py has the conversations, test_objective.py the losses
 def test_an_agent_of_several_traces(model, tmp_path):
     """The traces of an episode share its reward, and a whole run trains on all of them."""
-    workflow = "rollout.workflow=areal_lite.rollout.workflows.agent:Agent"
+    workflow = "rollout.workflow=areal_lite.workflows.agent:Agent"
     agent = "rollout.workflow_args.agent=tests.integration.toy_agent:forgets"
     run = train(model, tmp_path / "run", workflow, agent, "buffer.max_staleness=2")
     check_common(run, bound=2)

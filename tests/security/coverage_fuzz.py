@@ -28,9 +28,6 @@ with atheris.instrument_imports(include=["areal_lite"]):
     from areal_lite.rewards.gsm8k import gsm8k_reward
     from areal_lite.rewards.math import is_oversized, stated_result
     from areal_lite.rewards.program import extract_program, parse_tests
-    from areal_lite.rollout.endpoint.apis import APIS
-    from areal_lite.rollout.endpoint.chat_request import RequestRefused, parse_body
-    from areal_lite.rollout.tool_calls import AnswerParser
     from areal_lite.run_dir.paths import CHECKPOINT_MARKER
     from areal_lite.run_dir.resume import damage
     from areal_lite.servers.client import (
@@ -40,6 +37,9 @@ with atheris.instrument_imports(include=["areal_lite"]):
         parse_server_info,
     )
     from areal_lite.workers.process import take_frames
+    from areal_lite.workflows.endpoint.apis import APIS
+    from areal_lite.workflows.endpoint.chat_request import RequestRefused, parse_body
+    from areal_lite.workflows.tool_calls import AnswerParser
 from tests.security import test_agent_requests as agent
 from tests.security import test_server_answers as servers
 from tests.unit.rollout.episodes import save_chat_tokenizer

@@ -15,9 +15,9 @@ import uvloop
 
 from areal_lite.controller.batches import LoopLag
 from areal_lite.data.tokenizer import characters_per_token
-from areal_lite.rollout.endpoint import server as connections
-from areal_lite.rollout.endpoint.server import AgentEndpoint
-from areal_lite.rollout.tool_calls import AnswerParser
+from areal_lite.workflows.endpoint import server as connections
+from areal_lite.workflows.endpoint.server import AgentEndpoint
+from areal_lite.workflows.tool_calls import AnswerParser
 from tests.security.mutation import mutated
 from tests.unit.rollout.episodes import chat_prompt, playing, save_chat_tokenizer
 
@@ -315,7 +315,7 @@ STARTS = [b"", b"POST /v1/chat", b"POST /v1/chat/completions HTTP/1.1\r\nA: "]
 def test_connections_without_a_request_end_and_leave_descriptors(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(connections, "_IDLE_S", 0.5)
     monkeypatch.setattr(connections, "_CHECK_S", 0.1)
-    monkeypatch.setattr("areal_lite.rollout.endpoint.server._BODY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("areal_lite.workflows.endpoint.server._BODY_TIMEOUT_S", 0.5)
     monkeypatch.setattr(connections.Connections.__init__, "__defaults__", (0.5,))
     monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (60, 60))
 

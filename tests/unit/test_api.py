@@ -23,7 +23,7 @@ SETTINGS = {
     "data.eval_path": None,
     "data.chat": False,
     "rollout.filters": ["math:floor", "math:ceil"],
-    "rollout.workflow": "areal_lite.rollout.workflows.tools:Tools",
+    "rollout.workflow": "areal_lite.workflows.tools:Tools",
     "rollout.workflow_args": {
         "tools": ["examples.custom_workflow.calculator:calculator", "python"],
         "max_turns": 6,

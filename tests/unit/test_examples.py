@@ -16,7 +16,7 @@ from areal_lite.config.command_line import compose_config
 from areal_lite.data.prompts import Prompt, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart import addition
-from areal_lite.rollout.endpoint.server import AgentEndpoint
+from areal_lite.workflows.endpoint.server import AgentEndpoint
 from tests.unit.rollout.episodes import played, playing
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -17,7 +17,7 @@ from areal_lite.tools.formatting import short
 
 # Below this many nats a difference grows by rounding alone.
 _ROUNDING = 1e-3
-_AGENT = "areal_lite.rollout.workflows.agent:Agent"
+_AGENT = "areal_lite.workflows.agent:Agent"
 _MAX_TRACES = 16  # its default
 
 

@@ -20,7 +20,7 @@ from areal_lite.config.data import shares
 from areal_lite.config.rules import check_rules
 from areal_lite.launch.preflight import check_config
 
-MULTI_TURN = "areal_lite.rollout.workflows.multi_turn:MultiTurn"
+MULTI_TURN = "areal_lite.workflows.multi_turn:MultiTurn"
 
 
 def with_sources(**sources: Any) -> TrainConfig:

@@ -13,7 +13,7 @@ from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.environments.games import Play, open_game
 from areal_lite.trajectory import Trajectory
 from tests.unit.rollout.episodes import played, playing, save_chat_tokenizer
-from tests.unit.rollout.test_conversations import text_of
+from tests.unit.workflows.test_conversations import text_of
 
 GUESS, LAKE = "textarena:GuessTheNumber-v0", "gymnasium:FrozenLake-v1"
 FIXED = {"is_slippery": False, "render_mode": "ansi"}

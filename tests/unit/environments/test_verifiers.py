@@ -18,10 +18,10 @@ from areal_lite.data.prompts import Prompt, PromptSet, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.environments import no_reward
 from areal_lite.environments import verifiers as adapter
-from areal_lite.rollout.endpoint.server import AgentEndpoint
 from areal_lite.trajectory import Trajectory
+from areal_lite.workflows.endpoint.server import AgentEndpoint
 from tests.unit.rollout.episodes import playing, save_chat_tokenizer
-from tests.unit.rollout.test_conversations import text_of
+from tests.unit.workflows.test_conversations import text_of
 
 ROWS = "[{'question': f'{i}+{i}?', 'answer': str(2 * i), 'info': {'i': i}} for i in range(4)]"
 MODULES = {

@@ -17,8 +17,8 @@ from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.worker import load_reward_function
 from areal_lite.rollout import episode
-from areal_lite.rollout.endpoint.server import AgentEndpoint
 from areal_lite.rollout.episode import Transcript, load_workflow, started
+from areal_lite.workflows.endpoint.server import AgentEndpoint
 from tests.unit.rollout.episodes import played, playing, save_chat_tokenizer
 
 TEXT = (Path(__file__).parents[3] / "docs" / "workflows.md").read_text()

@@ -355,7 +355,7 @@ def test_a_plain_function_that_blocks_costs_its_episode_only(model: Path) -> Non
     async def main() -> None:
         pool = pool_of(
             model,
-            "areal_lite.rollout.workflows.multi_turn:MultiTurn",
+            "areal_lite.workflows.multi_turn:MultiTurn",
             workflow_args={"feedback": "workflows:feedback"},
         )
         async with pool:

@@ -17,8 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from areal_lite.config.sections import Sampling
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.rollout.episode import Episode, Played, play
-from areal_lite.rollout.workflows.single_turn import single_turn
+from areal_lite.rollout.episode import Episode, Played, play, single_turn
 from areal_lite.servers.client import GenerationChunk, SamplingParams, sampling_params
 from areal_lite.servers.fleet import Fleet, Session
 from areal_lite.servers.registry import ServerInfo

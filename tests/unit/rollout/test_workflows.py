@@ -19,12 +19,12 @@ from areal_lite.rollout.episode import (
     grouped,
     load_workflow,
     sampled_turns,
+    single_turn,
 )
-from areal_lite.rollout.workflows.multi_turn import MultiTurn
-from areal_lite.rollout.workflows.single_turn import single_turn
-from areal_lite.rollout.workflows.tools import Tools
 from areal_lite.routes import ExpertLayout, is_recorded
 from areal_lite.trajectory import Trajectory
+from areal_lite.workflows.multi_turn import MultiTurn
+from areal_lite.workflows.tools import Tools
 from examples.custom_workflow.calculator import calculator
 from examples.custom_workflow.together import Together
 from tests.unit.rollout.episodes import (
@@ -596,12 +596,12 @@ def test_workflows_are_loaded_by_name(user_code) -> None:
         ("users:coroutine", {"a": 1}, "only a class takes any"),
         ("users:Doubled", {"twice": 1}, "do not fit users:Doubled: .*twice"),
         (
-            "areal_lite.rollout.workflows.multi_turn:MultiTurn",
+            "areal_lite.workflows.multi_turn:MultiTurn",
             {"feedback": "users:missing"},
             "no callable 'missing'",
         ),
         (
-            "areal_lite.rollout.workflows.agent:Agent",
+            "areal_lite.workflows.agent:Agent",
             {"agent": "users:plain"},
             "must be an `async def`",
         ),

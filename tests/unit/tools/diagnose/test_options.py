@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from areal_lite.rollout.workflows.agent import Agent
 from areal_lite.tools.diagnose import learning
 from areal_lite.tools.diagnose.diagnosis import GUIDE
 from areal_lite.tools.diagnose.history import Severity
+from areal_lite.workflows.agent import Agent
 from tests.unit.tools.diagnose import test_findings
 from tests.unit.tools.diagnose.test_findings import findings, make_run, the_only
 
@@ -17,7 +17,7 @@ ALARM, HINT = Severity.ALARM, Severity.HINT
 LORA = ["trainer.lora.rank=8"]
 REPLAY = ["algo.routing_replay=true"]
 TEACHER = ["algo.advantage.estimator='off'", "algo.reference=teacher", "algo.kl.coef=1"]
-AGENT = ["rollout.workflow=areal_lite.rollout.workflows.agent:Agent"]
+AGENT = ["rollout.workflow=areal_lite.workflows.agent:Agent"]
 SOURCES = [
     "data.sources.sums.args.max_digits=2",
     "data.sources.sums.weight=3",

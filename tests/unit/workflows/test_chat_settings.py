@@ -9,7 +9,7 @@ from anthropic import AsyncAnthropic
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.trajectory import Trajectory
 from tests.unit.rollout.episodes import save_chat_tokenizer
-from tests.unit.rollout.test_conversations import (
+from tests.unit.workflows.test_conversations import (
     START,
     Asker,
     asking,

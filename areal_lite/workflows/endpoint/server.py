@@ -24,14 +24,14 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from areal_lite.data.tokenizer import Message, Tokenizer
-from areal_lite.rollout.endpoint import apis
-from areal_lite.rollout.endpoint import chat_request as chat
-from areal_lite.rollout.endpoint.apis import Api
-from areal_lite.rollout.endpoint.chat_request import Answer, ChatRequest, RequestRefused
 from areal_lite.rollout.episode import Episode, Transcript
-from areal_lite.rollout.tool_calls import AnswerParser, answer_parser
 from areal_lite.servers.client import ServerRefused
 from areal_lite.trajectory import Trajectory
+from areal_lite.workflows.endpoint import apis
+from areal_lite.workflows.endpoint import chat_request as chat
+from areal_lite.workflows.endpoint.apis import Api
+from areal_lite.workflows.endpoint.chat_request import Answer, ChatRequest, RequestRefused
+from areal_lite.workflows.tool_calls import AnswerParser, answer_parser
 
 # A request has the whole conversation, as JSON and with the names of its fields.
 _BYTES_PER_TOKEN = 64

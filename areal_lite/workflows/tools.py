@@ -14,9 +14,9 @@ from areal_lite.config import TrainConfig
 from areal_lite.extensions import load_object
 from areal_lite.rewards.sandbox.run import Limits, SandboxError, run_python
 from areal_lite.rollout.episode import Episode, Transcript
-from areal_lite.rollout.tool_calls import answer_parser, check_parsers
 from areal_lite.trajectory import Trajectory
 from areal_lite.workers.marks import called
+from areal_lite.workflows.tool_calls import answer_parser, check_parsers
 
 
 class Tools:

@@ -13,7 +13,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from areal_lite.data.tokenizer import Tokenizer
 from tests.unit.rollout.episodes import save_chat_tokenizer
-from tests.unit.rollout.test_conversations import Asker, asking
+from tests.unit.workflows.test_conversations import Asker, asking
 
 CALL = '<tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>'
 FUNCTION = {"name": "look", "parameters": {"type": "object"}}

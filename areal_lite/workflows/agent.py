@@ -6,10 +6,10 @@ import logging
 from areal_lite.config import TrainConfig
 from areal_lite.config.data import sampling_of_evaluation
 from areal_lite.extensions import load_object
-from areal_lite.rollout.endpoint.server import AgentEndpoint
 from areal_lite.rollout.episode import Episode
-from areal_lite.rollout.tool_calls import check_parsers
 from areal_lite.trajectory import Trajectory
+from areal_lite.workflows.endpoint.server import AgentEndpoint
+from areal_lite.workflows.tool_calls import check_parsers
 
 
 class Agent:

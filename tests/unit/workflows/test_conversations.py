@@ -10,8 +10,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.rollout.endpoint.server import AgentEndpoint, Conversations
 from areal_lite.trajectory import Trajectory
+from areal_lite.workflows.endpoint.server import AgentEndpoint, Conversations
 from tests.unit.rollout.episodes import Scripted, chat_prompt, playing, save_chat_tokenizer
 
 END, START = "<|im_end|>", "<|im_start|>"

@@ -11,7 +11,7 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.rollout.endpoint.server import AgentEndpoint, Conversations
+from areal_lite.workflows.endpoint.server import AgentEndpoint, Conversations
 from tests.unit.rollout.episodes import Scripted, chat_prompt, playing, save_chat_tokenizer
 
 TOOLS = [{"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}]

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from areal_lite.data.tokenizer import Message
-from areal_lite.rollout.endpoint import chat_request as chat
-from areal_lite.rollout.endpoint.chat_request import Answer, ChatRequest, RequestRefused
+from areal_lite.workflows.endpoint import chat_request as chat
+from areal_lite.workflows.endpoint.chat_request import Answer, ChatRequest, RequestRefused
 
 # The name of the policy as a model.
 MODEL = "policy"

@@ -5,7 +5,7 @@ import pytest
 
 from areal_lite.data.tokenizer import Tokenizer
 from tests.unit.rollout.episodes import save_chat_tokenizer
-from tests.unit.rollout.test_conversations import START, Asker, traces_of
+from tests.unit.workflows.test_conversations import START, Asker, traces_of
 
 CALL = '<tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>'
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}

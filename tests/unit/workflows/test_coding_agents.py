@@ -9,7 +9,7 @@ import pytest
 
 from areal_lite.data.tokenizer import Tokenizer
 from tests.unit.rollout.episodes import save_chat_tokenizer
-from tests.unit.rollout.test_conversations import Asker, asking, assert_recorded
+from tests.unit.workflows.test_conversations import Asker, asking, assert_recorded
 
 LIST = '<tool_call>{"name": "shell", "arguments": {"command": ["ls"]}}</tool_call>'
 READ = '<tool_call>{"name": "shell", "arguments": {"command": ["cat", "a.py"]}}</tool_call>'

@@ -11,11 +11,11 @@ from anthropic.types import Message
 from openai.types.responses import Response
 
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.rollout.tool_calls import AnswerParser
-from areal_lite.rollout.workflows.agent import Agent
-from areal_lite.rollout.workflows.tools import Tools
+from areal_lite.workflows.agent import Agent
+from areal_lite.workflows.tool_calls import AnswerParser
+from areal_lite.workflows.tools import Tools
 from tests.unit.rollout.episodes import CHAT_TEMPLATE, save_chat_tokenizer
-from tests.unit.rollout.test_conversations import START, Asker, traces_of, user
+from tests.unit.workflows.test_conversations import START, Asker, traces_of, user
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 LOOK = '{"name": "look", "arguments": {"at": "it"}}'
@@ -31,7 +31,7 @@ def test_the_parsers_leave_no_trace_of_sglang() -> None:
     """Importing SGLang takes ten seconds and half a gigabyte, and stand-ins without a GPU."""
     code = (
         "import sys\n"
-        "from areal_lite.rollout.tool_calls import check_parsers\n"
+        "from areal_lite.workflows.tool_calls import check_parsers\n"
         "check_parsers('llama3', 'qwen3')\n"
         "assert not {'torch', 'sglang', 'xgrammar', 'transformers', 'openai'} & {*sys.modules}\n"
         "import transformers\n"
