@@ -2,12 +2,10 @@
 
     python -m benchmarks.push_pause [--sizes 2 100 600] [--servers 1 2] [--pushes 7]
 
-Real servers stream answers. The real pusher pushes the servers' own weights. With `copies`, servers
-receive the trainer's memory over TCP, as on other machines. `adapters` are low-rank adapters alone,
-of which B is zero. The transports take turns, push by push. `copies` come after the others, because
-a server maps one file at a time. A memory copy of all weights is timed after each push. The script
-writes benchmarks/results/push_pause.json: what a push brings to a server, in MiB, and medians over
-the pushes, in milliseconds:
+Real servers stream answers. The real pusher pushes the servers' own weights. `adapters` are
+low-rank adapters alone, of which B is zero. The transports take turns, push by push. A memory copy of all
+weights is timed after each push. The script writes benchmarks/results/push_pause.json: what a push
+brings to a server, in MiB, and medians over the pushes, in milliseconds:
 
     pause          the pause window as a run reports it: `pause_s`
     gap            the longest time between two tokens of a request during a push
@@ -26,7 +24,7 @@ import statistics
 import tempfile
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,7 +43,7 @@ from benchmarks.interrupt import PROMPT, become_trainer, copy_seconds, make_mode
 
 SHAPES = {2: (64, 4), 100: (512, 8), 600: (1408, 8)}
 """Hidden size and layers by size in MiB. SGLang pads no layer of these sizes on CPUs."""
-ROUNDS = (("memory", "disk", "distributed", "adapters"), ("copies",))
+TRANSPORTS = ("memory", "disk", "distributed", "adapters")
 """The transports that take turns."""
 RANK = 8
 OUT = Path(__file__).parent / "results" / "push_pause.json"
@@ -102,16 +100,14 @@ class Controller:
             raise RuntimeError(f"a push failed on {failed}")
 
 
-def make_pushers(
-    transports: tuple[str, ...], servers: list[ServerInfo], model: Path, weights: dict
-) -> dict[str, WeightPusher]:
+def make_pushers(servers: list[ServerInfo], model: Path, weights: dict) -> dict[str, WeightPusher]:
     """Return a pusher of each transport."""
     device = torch.device("cpu")
     pushers = {}
-    for transport in transports:
+    for transport in TRANSPORTS:
         config = TrainConfig(model=str(model))
         config.rollout.interrupt = "in_place"
-        config.sync.transport = "memory" if transport == "copies" else transport
+        config.sync.transport = transport
         config.sync.disk_path = "/dev/shm/areal_lite-push-pause"
         pushed = weights
         if transport == "adapters":
@@ -119,16 +115,7 @@ def make_pushers(
             pushed = adapters(weights)
         stream = SimpleNamespace(buckets=partial(buckets, pushed))
         pushers[transport] = WeightPusher(stream, device, Controller(servers), config, model)
-        if transport == "copies":
-            send_copies(pushers[transport])
     return pushers
-
-
-def send_copies(pusher: WeightPusher) -> None:
-    """Let the servers believe that the trainer is on another machine."""
-    memory = pusher._transport._memory
-    source = memory.source
-    memory.source = lambda address: replace(source(address), namespace="another machine")
 
 
 def adapters(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -186,21 +173,17 @@ async def measure(arguments, model: Path, count: int) -> list[dict]:
                 for stream, url in zip(streams, urls, strict=True)
             ]
             await asyncio.sleep(arguments.between_s)
-            rows, version = [], 0
-            for transports in ROUNDS:
-                pushers = make_pushers(transports, servers, model, weights)
-                rows += await push_in_turn(arguments, pushers, streams, weights, version)
-                version += len(transports) * (arguments.pushes + 1)
+            pushers = make_pushers(servers, model, weights)
+            rows = await push_in_turn(arguments, pushers, streams, weights)
             for task in following:
                 task.cancel()
     return [{"servers": count, **row} for row in rows]
 
 
-async def push_in_turn(
-    arguments, pushers, streams: list[Stream], weights: dict, version: int
-) -> list[dict]:
-    """Push with each transport in turn, and return the medians of each. `version` is the last."""
+async def push_in_turn(arguments, pushers, streams: list[Stream], weights: dict) -> list[dict]:
+    """Push with each transport in turn, and return the medians of each."""
     found: dict[str, list[dict]] = {transport: [] for transport in pushers}
+    version = 0
     for _ in range(arguments.pushes + 1):  # the first push of each makes files and groups
         for transport, pusher in pushers.items():
             version += 1

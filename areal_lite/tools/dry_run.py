@@ -313,7 +313,7 @@ def push_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> list
     if transport == "adapters":
         adapters = memory.pushed_adapter_parameters(hf, config.trainer.lora) * itemsize
         what = f"{byte_size(adapters)} of adapters, in place of {size} of weights,"
-    shared = f"{size} of the trainer's memory, and as much for each server that does not share it"
+    shared = f"{size} of the trainer's memory, which the servers share"
     return [
         f"{what} to each server (sync.transport={config.sync.transport}{chosen})",
         cadence_line(config),

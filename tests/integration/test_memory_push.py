@@ -32,7 +32,6 @@ from areal_lite.sglang_plugins import ENV_READBACK
 from areal_lite.system.network import free_port
 from areal_lite.weights.push import WeightPusher
 from areal_lite.weights.recipients import PushReport
-from benchmarks.push_pause import send_copies
 from benchmarks.seams import PUSHES, REQUESTS, generate_across_pushes, save_models, wrong_tags
 
 HOST = "127.0.0.1"
@@ -86,10 +85,7 @@ def server(models, current_entry_points, tmp_path_factory):
 
 
 def pusher_of(model: Path, servers: list[ServerInfo], transport: str) -> WeightPusher:
-    """Return the real pusher of a checkpoint, to exactly these servers.
-
-    With the transport `copies`, they receive the memory of a trainer on another machine.
-    """
+    """Return the real pusher of a checkpoint, to exactly these servers."""
     weights = load_file(model / "model.safetensors").items()
     trained = [(name, tensor) for name, tensor in weights if not name.endswith(UNTRAINED)]
     stream = SimpleNamespace(buckets=lambda size: iter([trained]))
@@ -97,12 +93,9 @@ def pusher_of(model: Path, servers: list[ServerInfo], transport: str) -> WeightP
         begin_push=lambda version: PushTargets(servers), pushed=lambda version, failed: None
     )
     config = TrainConfig(model=str(model))
-    config.sync.transport = "memory" if transport == "copies" else transport
+    config.sync.transport = transport
     config.sync.verify, config.sync.timeout_s = True, 60
-    pusher = WeightPusher(stream, torch.device("cpu"), controller, config, model)
-    if transport == "copies":
-        send_copies(pusher)
-    return pusher
+    return WeightPusher(stream, torch.device("cpu"), controller, config, model)
 
 
 def push(model: Path, servers: list[ServerInfo], transport: str, version: int) -> PushReport:
@@ -143,18 +136,17 @@ def version_of(server: ServerInfo) -> int:
     return asyncio.run(ask())
 
 
-@pytest.mark.parametrize("transport", ["memory", "copies"])
-def test_the_weights_are_those_that_a_broadcast_brings(trainer, server, models, transport):
+def test_the_weights_are_those_that_a_broadcast_brings(trainer, server, models):
     a, b = models
     assert push(b, [server], "distributed", 1).failed == []
     broadcast = parameters(server)
     assert push(a, [server], "distributed", 2).failed == []
     assert parameters(server) != broadcast
     for version in (3, 4):  # the second one uses the plan of the first
-        report = push(b, [server], transport, version)
+        report = push(b, [server], "memory", version)
         assert report.failed == [] and report.verified and version_of(server) == version
         assert parameters(server) == broadcast
-        assert push(a, [server], transport, 10 + version).failed == []
+        assert push(a, [server], "memory", 10 + version).failed == []
 
 
 def test_each_token_is_tagged_with_the_version_that_sampled_it(server, models):
@@ -163,7 +155,7 @@ def test_each_token_is_tagged_with_the_version_that_sampled_it(server, models):
     def push_between_steps(server: ServerInfo, model: Path, version: int) -> None:
         weights = load_file(model / "model.safetensors")
         staged = memory.write([list(weights.items())], version)
-        post(server, FROM_DISK, staged.check_request(memory.source(HOST)), 60)
+        post(server, FROM_DISK, staged.check_request(), 60)
         post(server, FROM_DISK, staged.activate_request() | {"flush_cache": False}, 60)
 
     versions = range(21, 21 + PUSHES)
@@ -203,7 +195,7 @@ def test_a_refused_version_leaves_the_old_one_whole_and_serving(server, models, 
     request = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
     generating = start_post(server, "/generate", request, 60)
     with pytest.raises(ServerRefused, match=message):
-        post(server, FROM_DISK, staged.check_request(memory.source(HOST)), 60)
+        post(server, FROM_DISK, staged.check_request(), 60)
         post(server, FROM_DISK, staged.activate_request() | {"flush_cache": False}, 60)
     meta = generating.result()["meta_info"]
     assert meta["completion_tokens"] == 400 and meta["weight_version"] == str(version)
@@ -219,7 +211,7 @@ def test_a_version_that_was_not_checked_is_refused(server, models):
     with pytest.raises(ServerRefused, match="was not checked here"):
         post(server, FROM_DISK, staged.activate_request(), 60)
     with pytest.raises(ServerRefused, match=f'{version + 2} of the weights, not 1"'):
-        lie = staged.check_request(memory.source(HOST)) | {"weight_version": "1"}
+        lie = staged.check_request() | {"weight_version": "1"}
         post(server, FROM_DISK, lie, 60)
     assert parameters(server) == before and version_of(server) == version
     memory.close()

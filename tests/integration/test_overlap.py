@@ -85,9 +85,8 @@ class SharedMemory:
     def __call__(self, server: ServerInfo, model: Path, version: int) -> None:
         weights = load_file(model / "model.safetensors")
         staged = self._memory.write([list(weights.items())], version)
-        source = self._memory.source("127.0.0.1")
         activation = staged.activate_request() | {"flush_cache": False}
-        for body in (staged.check_request(source), activation):
+        for body in (staged.check_request(), activation):
             post(server, "/update_weights_from_disk", body, 60)
 
 

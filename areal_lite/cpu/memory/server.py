@@ -3,8 +3,7 @@
 The `load_format` of a request says what to do with the staged file in `model_path`:
 
 * `areal_lite_check:DIGEST`: compare all of it with its checksum. The HTTP process does so on a
-  thread of its own, while the scheduler generates. If the trainer's file cannot be mapped here, it
-  receives a copy first, from the source in `manifest` (staged.py).
+  thread of its own, while the scheduler generates.
 * `areal_lite_activate:DIGEST`: copy it into the model. The scheduler does so between two steps, so
   that the server need not be paused. Only a version that was checked can be activated.
 
@@ -23,14 +22,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from areal_lite.cpu.memory.staged import (
-    ACTIVATE,
-    CHECK,
-    Source,
-    StagedCopy,
-    StagedError,
-    StagedFile,
-)
+from areal_lite.cpu.memory.staged import ACTIVATE, CHECK, StagedError, StagedFile
 from areal_lite.data.model_folder import UNTRAINED
 
 _aten = torch.ops.aten
@@ -133,10 +125,8 @@ def _check_complete(parameters: dict[str, torch.Tensor], writes: list[tuple]) ->
 
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-# Path, checksum and version that the HTTP process has checked last, and where the file is here.
-_checked: tuple[tuple[str, str, str], str] | None = None
-# The memory of this HTTP process for files that cannot be mapped here.
-_copy: StagedCopy | None = None
+# Path, checksum and version that the HTTP process has checked last.
+_checked: tuple[str, str, str] | None = None
 # The file that the scheduler has mapped, and how to load it.
 _staged: "_Activation | None" = None
 
@@ -163,9 +153,8 @@ async def _handle_request(
         return *await _check(obj, digest), 0
     if door != ACTIVATE:
         return await original(self, obj, request)
-    if _checked is None or _checked[0] != (obj.model_path, digest, obj.weight_version):
+    if _checked != (obj.model_path, digest, obj.weight_version):
         return False, f"version {obj.weight_version} of the weights was not checked here", 0
-    obj.model_path = _checked[1]
     self.auto_create_handle_loop()
     # SGLang's own method would wait here until no request runs.
     answer = await self._wait_for_model_update_from_disk(obj)
@@ -179,29 +168,20 @@ async def _check(obj: Any, digest: str) -> tuple[bool, str]:
     path, version = obj.model_path, obj.weight_version
     _checked = None
     try:
-        source = Source.parse(obj.manifest)
-        here, found = await asyncio.to_thread(_check_file, path, source, digest)
+        found = await asyncio.to_thread(_checked_version, path, digest)
     except StagedError as error:
         return False, str(error)
     if str(found) != version:
         return False, f"{path} holds version {found} of the weights, not {version}"
-    _checked = (path, digest, version), here
+    _checked = path, digest, version
     return True, f"checked version {version} of the weights"
 
 
-def _check_file(path: str, source: Source, digest: str) -> tuple[str, int]:
-    """Return where the file is on this machine, and its version. Raises StagedError.
-
-    If the trainer's file cannot be mapped, a copy is received first.
-    """
-    global _copy
-    if not source.can_map(path):
-        _copy = _copy or StagedCopy()
-        _copy.fetch(source)
-        path = _copy.path
+def _checked_version(path: str, digest: str) -> int:
+    """Return the version of the file, if all of it has its checksum. Raises StagedError."""
     staged = StagedFile(path)
     try:
-        return path, staged.check(digest).version
+        return staged.check(digest).version
     finally:
         staged.close()
 

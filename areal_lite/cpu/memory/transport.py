@@ -1,101 +1,29 @@
 """The `memory` transport: a memory file of the trainer that servers on the same machine map.
 
-Servers on another machine or in another container receive a copy (staged.py) while they generate,
-so the network does not lengthen a pause.
-
 The file has no name in a folder. It ends with the trainer and the servers that map it, and it does
 not count against the size of /dev/shm. One file is enough: the trainer writes the next version
 when every server has answered, and a server that is late finds another checksum.
 """
 
-import hmac
 import json
-import logging
 import os
-import secrets
-import socket
-import socketserver
 import subprocess
 import sys
-import threading
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import xxhash
 
 from areal_lite.config import TrainConfig
-from areal_lite.cpu.memory.staged import (
-    ACTIVATE,
-    ALIGNMENT,
-    CHECK,
-    DATA_OFFSET,
-    FIELDS,
-    LENGTH_BYTES,
-    TOKEN_BYTES,
-    Header,
-    Source,
-    receive,
-)
+from areal_lite.cpu.memory.staged import ACTIVATE, ALIGNMENT, CHECK, DATA_OFFSET, FIELDS, Header
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system import heartbeat
 from areal_lite.system.gpus import resolve_device
-from areal_lite.system.network import address_towards
-from areal_lite.system.processes import process_namespace, steady_time
+from areal_lite.system.network import LOOPBACK
+from areal_lite.system.processes import steady_time
 from areal_lite.weights.recipients import FROM_DISK, Bucket, Pause, PushRecipients
-
-log = logging.getLogger(__name__)
-# Within this time a client must show the token, in seconds.
-_TOKEN_WITHIN_S = 5.0
-# The longest silence of a server within a transfer, in seconds.
-_SILENCE_S = 30.0
-
-
-class WeightSender(socketserver.ThreadingTCPServer):
-    """Listens on a free port of `address`, and sends a file to clients that show its token.
-
-    Each connection has a thread. Only the kernel touches the bytes of the file.
-    """
-
-    daemon_threads = True
-    block_on_close = False  # a server that hangs must not keep the trainer
-    request_queue_size = 1024
-
-    def __init__(self, address: str, descriptor: int):
-        self.descriptor = descriptor
-        self.token = secrets.token_bytes(TOKEN_BYTES)
-        super().__init__((address, 0), _Handler)
-        port = self.server_address[1]
-        self.source = Source(process_namespace(), address, port, self.token.hex())
-        serve = partial(self.serve_forever, poll_interval=0.1)
-        threading.Thread(target=serve, daemon=True, name="sender").start()
-
-    def close(self) -> None:
-        self.shutdown()
-        self.server_close()
-
-    def handle_error(self, request: object, client_address: tuple[str, int]) -> None:
-        log.warning("%s:%s got no weights: %s", *client_address, sys.exception())
-
-
-class _Handler(socketserver.BaseRequestHandler):
-    request: socket.socket
-
-    def handle(self) -> None:
-        assert isinstance(self.server, WeightSender)
-        self.request.settimeout(_TOKEN_WITHIN_S)
-        shown = receive(self.request, memoryview(bytearray(TOKEN_BYTES)))
-        if not hmac.compare_digest(shown, self.server.token):
-            log.warning("refused the weights to %s: a wrong token", self.client_address[0])
-            return
-        self.request.settimeout(_SILENCE_S)
-        # Opened anew, because a descriptor has one position for all threads.
-        with open(f"/proc/self/fd/{self.server.descriptor}", "rb") as file:
-            length = os.fstat(file.fileno()).st_size
-            self.request.sendall(length.to_bytes(LENGTH_BYTES, "little"))
-            self.request.sendfile(file, count=length)
 
 
 @dataclass(frozen=True)
@@ -105,8 +33,8 @@ class StagedWeights:
     path: str
     header: Header
 
-    def check_request(self, source: Source) -> dict[str, Any]:
-        return self._request(CHECK) | {"manifest": asdict(source)}
+    def check_request(self) -> dict[str, Any]:
+        return self._request(CHECK)
 
     def activate_request(self) -> dict[str, Any]:
         return self._request(ACTIVATE)
@@ -129,18 +57,18 @@ class MemoryTransport:
     def fits(config: TrainConfig) -> bool:
         """Return whether `sync.transport=auto` is memory: the fastest transport without GPUs.
 
-        Memory needs servers of one process: it and its scheduler share a memory file, whether that
-        is the trainer's or a copy.
+        Memory needs servers of one process, on the trainer's machine.
         """
-        devices = {resolve_device(config.trainer.device), resolve_device(config.server.device)}
-        return devices == {"cpu"} and config.server.tensor_parallel == 1 and can_share_memory()
+        server = config.server
+        is_here = server.host in LOOPBACK and server.tensor_parallel == 1
+        devices = {resolve_device(config.trainer.device), resolve_device(server.device)}
+        return devices == {"cpu"} and is_here and can_share_memory()
 
     def transfer(
         self, recipients: PushRecipients, buckets: Iterable[Bucket], pause: Pause, *, apart: bool
     ) -> None:
         staged = self._memory.write(buckets, recipients.report.version)
-        address = address_towards(server.url for server in recipients.servers)
-        recipients.post(FROM_DISK, staged.check_request(self._memory.source(address)))
+        recipients.post(FROM_DISK, staged.check_request())
         window = pause(recipients)
         body = staged.activate_request() | {"flush_cache": window.flush_cache}
         if window.flush_cache:
@@ -184,7 +112,6 @@ class WeightMemory:
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
-        self._sender: WeightSender | None = None
 
     def write(self, buckets: Iterable[Bucket], version: int) -> StagedWeights:
         """Write all weights. The servers still generate meanwhile."""
@@ -200,22 +127,8 @@ class WeightMemory:
         header = file.finish(json.dumps(table).encode(), version)
         return StagedWeights(f"/proc/{os.getpid()}/fd/{self._descriptor}", header)
 
-    def source(self, address: str) -> Source:
-        """Return where servers get the file that was written. `address` is this machine's."""
-        assert self._descriptor is not None
-        if self._sender is None or self._sender.source.address != address:
-            self._stop_sending()
-            self._sender = WeightSender(address, self._descriptor)
-        return self._sender.source
-
-    def _stop_sending(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
-
     def close(self) -> None:
         """Give the memory back, as soon as no server maps it."""
-        self._stop_sending()
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

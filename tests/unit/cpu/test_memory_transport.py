@@ -2,50 +2,30 @@
 
 import asyncio
 import os
-from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from areal_lite.cpu.memory import server as memory_plugin
-from areal_lite.cpu.memory.staged import DATA_OFFSET, Source, StagedError, StagedFile
+from areal_lite.cpu.memory.staged import DATA_OFFSET, StagedError, StagedFile
 from areal_lite.cpu.memory.transport import StagedWeights, WeightMemory
 from tests.unit.cpu.staged_model import FusedModel, weights
 
 
 @pytest.fixture
 def memory(monkeypatch):
-    for name in ("_staged", "_checked", "_copy"):
+    for name in ("_staged", "_checked"):
         monkeypatch.setattr(memory_plugin, name, None)
     made = WeightMemory()
     yield made
     made.close()
 
 
-@pytest.fixture
-def server(memory):
-    """A server on the trainer's machine."""
-    return Server(memory.source)
-
-
-@pytest.fixture(params=["here", "elsewhere"])
-def any_server(request, memory):
-    """A server on the trainer's machine, and one on another, which receives copies."""
-    if request.param == "here":
-        return Server(memory.source)
-    return Server(lambda address: replace(memory.source(address), namespace="another machine"))
-
-
 class Server:
-    """The two processes of a server, with SGLang's part between the hooks replaced.
+    """The two processes of a server, with SGLang's part between the hooks replaced."""
 
-    `source(address)` is where it gets the weights.
-    """
-
-    def __init__(self, source: Callable[[str], Source]) -> None:
-        self.source = source
+    def __init__(self) -> None:
         self.model = FusedModel()
         self.version = "0"
         self.stock: list[str] = []
@@ -75,11 +55,16 @@ class Server:
         raise AssertionError(load_format)
 
     def check(self, staged: StagedWeights, **lie: str) -> tuple[bool, str]:
-        return self.post(staged.check_request(self.source("127.0.0.1")) | lie)
+        return self.post(staged.check_request() | lie)
 
     def push(self, staged: StagedWeights) -> tuple[bool, str]:
         checked = self.check(staged)
         return self.post(staged.activate_request()) if checked[0] else checked
+
+
+@pytest.fixture
+def server(memory):
+    return Server()
 
 
 def loaded(tensors: dict[str, torch.Tensor]) -> dict[str, list]:
@@ -88,8 +73,7 @@ def loaded(tensors: dict[str, torch.Tensor]) -> dict[str, list]:
     return model.values()
 
 
-def test_each_version_arrives_bit_for_bit(memory, any_server):
-    server = any_server
+def test_each_version_arrives_bit_for_bit(memory, server):
     for version in range(8, 13):  # the number of digits changes
         new = weights(version)
         order = list(new.items())[:: (-1) ** version]  # the places in the file change, too
@@ -140,8 +124,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_version_reaches_no_model(memory, any_server, damage):
-    server = any_server
+def test_a_damaged_version_reaches_no_model(memory, server, damage):
     assert server.push(memory.write([list(weights(1).items())], 1))[0]
     before = server.model.values()
     staged = memory.write([list(weights(2).items())], 2)
@@ -154,8 +137,7 @@ def test_a_damaged_version_reaches_no_model(memory, any_server, damage):
     assert server.push(whole)[0] and server.model.values() == loaded(weights(2))
 
 
-def test_a_version_that_leaves_a_tensor_out_reaches_no_model(memory, any_server):
-    server = any_server
+def test_a_version_that_leaves_a_tensor_out_reaches_no_model(memory, server):
     before = server.model.values()
     success, message = server.push(memory.write([list(weights(k=None).items())], 1))
     assert not success and "parts of qk" in message
@@ -213,22 +195,12 @@ def test_the_memory_of_a_trainer_is_given_back(memory, server):
     assert server.push(first)[0]
     other = WeightMemory()
     second = other.write([list(weights(2).items())], 2)
-    server = Server(other.source)
+    server = Server()
     assert server.push(second)[0] and server.model.values() == loaded(weights(2))
     other.close()
     assert memory_plugin._staged.is_current(second.path) is False
     with pytest.raises(StagedError):
         StagedFile(second.path)
-
-
-def test_a_copy_is_whole_though_the_trainer_writes_the_next_version(memory):
-    server = Server(lambda address: replace(memory.source(address), namespace="another machine"))
-    staged = memory.write([list(weights(1).items())], 1)
-    assert server.check(staged)[0]
-    memory.write([list(weights(2).items())], 2)
-    assert server.post(staged.activate_request())[0]
-    assert server.model.values() == loaded(weights(1)) and server.version == "1"
-    assert memory_plugin._staged.is_current(memory_plugin._copy.path), "the next push maps nothing"
 
 
 def test_other_requests_stay_sglangs(memory, server):
