@@ -3,9 +3,9 @@
     python -m benchmarks.push_pause [--sizes 2 100 600] [--servers 1 2] [--pushes 7]
 
 Real servers stream answers. The real pusher pushes the servers' own weights. `adapters` are
-low-rank adapters alone, of which B is zero. The transports take turns, push by push. A memory copy of all
-weights is timed after each push. The script writes benchmarks/results/push_pause.json: what a push
-brings to a server, in MiB, and medians over the pushes, in milliseconds:
+low-rank adapters alone, of which B is zero. The transports take turns, push by push. A memory copy
+of all weights is timed after each push. The script writes benchmarks/results/push_pause.json: what
+a push brings to a server, in MiB, and medians over the pushes, in milliseconds:
 
     pause          the pause window as a run reports it: `pause_s`
     gap            the longest time between two tokens of a request during a push
