@@ -104,10 +104,16 @@ class PackedAttention:
         return plain and head_dim % SIZE == 0 and longest <= MAX_KERNEL_LENGTH
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, window: int | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spans: Spans,
+        window: int | None,
+        scale: float,
     ) -> Tensor:
         """Attend over packed tokens: [t, heads, dim]."""
-        out = _Attention.apply(query, key, value, spans, window or MAX_KERNEL_LENGTH)
+        out = _Attention.apply(query, key, value, spans, window or MAX_KERNEL_LENGTH, scale)
         assert isinstance(out, Tensor)
         return out
 
@@ -115,11 +121,11 @@ class PackedAttention:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, query: Tensor, key: Tensor, value: Tensor, spans: Spans, window: int
+        ctx, query: Tensor, key: Tensor, value: Tensor, spans: Spans, window: int, scale: float
     ) -> Tensor:
         q, k, v = (x.contiguous() for x in (query, key, value))
         out, log_sums = torch.empty_like(q), torch.empty(q.shape[:2])
-        ctx.spans, ctx.scale = (*astuple(spans), window), np.float32(q.shape[2] ** -0.5)
+        ctx.spans, ctx.scale = (*astuple(spans), window), np.float32(scale)
         arrays = (x.numpy() for x in (q, k, v))
         attend(*arrays, ctx.spans, ctx.scale, out.numpy(), log_sums.numpy())  # pyright: ignore[reportCallIssue]
         ctx.save_for_backward(q, k, v, out, log_sums)
@@ -132,4 +138,4 @@ class _Attention(torch.autograd.Function):
         gradients = np.empty_like(q), np.zeros_like(k), np.zeros_like(v)
         grad = grads[0].contiguous().numpy()
         attend_backward(q, k, v, ctx.spans, ctx.scale, (out, log_sums), grad, gradients)
-        return *map(torch.from_numpy, gradients), None, None
+        return *map(torch.from_numpy, gradients), None, None, None

@@ -27,11 +27,12 @@ UNTRAINED = ".e_score_correction_bias"  # the end of the names of tensors that n
 # The names in `megatron.architectures`, which imports torch.
 MODEL_TYPES = (
     *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "smollm3", "phi3", "olmo3", "glm4_moe"),
+    "gemma3_text",
     *(DELTA_NETS := ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")),
 )
 # The layers that have a window, of `sliding_window` tokens: all, or those that `layer_types` names.
 WINDOWS = dict.fromkeys(("qwen3_moe", "mistral", "phi3"), "all") | dict.fromkeys(
-    ("qwen2", "qwen3", "smollm3", "olmo3"), "typed"
+    ("qwen2", "qwen3", "smollm3", "olmo3", "gemma3_text"), "typed"
 )
 # Tensor parallelism splits these evenly.
 _SPLIT_SIZES = (
@@ -97,10 +98,14 @@ def expert_layout(folder: Path) -> ExpertLayout | None:
 def check_split(described: Mapping[str, Any], trainer: TrainerConfig) -> None:
     """Raise ValueError if the trainer's ranks cannot split a model, as its config.json says."""
     if "vision_config" in described:
+        kind, how = described.get("model_type"), "AutoModelForCausalLM.from_pretrained(FOLDER)"
+        if kind == "gemma3":  # transformers has no conversion
+            how = "whole = Gemma3Model.from_pretrained(FOLDER); text ="
+            how += " Gemma3ForCausalLM(whole.config.text_config); text.model.load_state_dict("
+            how += "whole.language_model.state_dict()); text"
         raise ValueError(
-            f"model type {described.get('model_type')!r} has a vision part, which is not trained:"
-            " save its text model by AutoModelForCausalLM.from_pretrained(FOLDER)"
-            ".save_pretrained(NEW) of transformers, and its tokenizer"
+            f"model type {kind!r} has a vision part, which is not trained: save its text model by"
+            f" {how}.save_pretrained(NEW) of transformers, and its tokenizer"
         )
     ranks = trainer.tensor_parallel
     for name in _SPLIT_SIZES:
@@ -194,7 +199,7 @@ def check_weights(folder: Path) -> None:
             f"{tensors[min(extra)]}: config.json's {kind} has no tensor {min(extra)};"
             " copy both from the same checkpoint"
         )
-    if config.get("tie_word_embeddings") and _HEAD in tensors:
+    if _is_tied(config) and _HEAD in tensors:
         head, embedding = (raw_tensor(tensors[name], name) for name in (_HEAD, _EMBEDDING))
         equal = map(np.array_equal, _chunks(head), _chunks(embedding))
         if len(head) != len(embedding) or not all(equal):
@@ -207,6 +212,11 @@ def check_weights(folder: Path) -> None:
             for name in reader.keys():
                 part = reader.get_slice(name)
                 _check_tensor(f"{path}: {name}", part.get_shape(), part.get_dtype(), name, config)
+
+
+def _is_tied(config: Mapping[str, Any]) -> bool:
+    """Return whether the output layer is the embedding: Gemma's, where config.json does not say."""
+    return bool(config.get("tie_word_embeddings", config["model_type"] == "gemma3_text"))
 
 
 def _is_optional(name: str, config: Mapping[str, Any]) -> bool:
@@ -265,11 +275,13 @@ def tensor_names(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of the tensors that a config.json of one of MODEL_TYPES implies."""
     kind, experts = config["model_type"], num_experts(config)
     yield from (_EMBEDDING, "model.norm.weight")
-    if not config.get("tie_word_embeddings"):
+    if not _is_tied(config):
         yield _HEAD
-    after, fused, nets = kind == "olmo3", kind == "phi3", kind in DELTA_NETS
+    around, fused, nets = kind == "gemma3_text", kind == "phi3", kind in DELTA_NETS
+    after = around or kind == "olmo3"
     parts = ["post_attention_layernorm"]
-    parts += ["post_feedforward_layernorm" if after else "input_layernorm"]
+    parts += ["post_feedforward_layernorm"] * after
+    parts += ["input_layernorm"] * (around or not after) + ["pre_feedforward_layernorm"] * around
     attention = ["self_attn.qkv_proj"] if fused else [f"self_attn.{name}_proj" for name in "qkv"]
     attention += ["self_attn.o_proj"]
     norms = after or kind.startswith("qwen3") or config.get("use_qk_norm")
@@ -330,9 +342,9 @@ def expected_shape(name: str, config: Mapping[str, Any]) -> list[int] | None:
     module, kind = name.split(".")[-2:] if "." in name else (name, "")
     try:
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        # Qwen3 has a default, which is not of this form.
-        qwen3 = config["model_type"].startswith("qwen3")
-        dim = config["head_dim"] if qwen3 else config.get("head_dim") or hidden // heads
+        # Qwen3 and Gemma have defaults, which are not of this form.
+        own = config["model_type"].startswith(("qwen3", "gemma3"))
+        dim = config["head_dim"] if own else config.get("head_dim") or hidden // heads
         queries, keys = heads * dim, config["num_key_value_heads"] * dim
         if ".linear_attn." in name:
             return None
@@ -346,6 +358,7 @@ def expected_shape(name: str, config: Mapping[str, Any]) -> list[int] | None:
             "norm": [hidden],
             "input_layernorm": [hidden],
             "post_attention_layernorm": [hidden],
+            "pre_feedforward_layernorm": [hidden],
             "post_feedforward_layernorm": [hidden],
             "q_norm": [queries if config["model_type"] == "olmo3" else dim],
             "k_norm": [keys if config["model_type"] == "olmo3" else dim],

@@ -33,6 +33,7 @@ from areal_lite.data.model_folder import (
     has_window,
     num_experts,
 )
+from areal_lite.megatron.kernels import gelu_tanh
 from areal_lite.megatron.parameters import (
     QKV,
     DeltaNet,
@@ -69,6 +70,11 @@ NORMS: Mapping = {
 NORMS_AFTER: Mapping = {
     "self_attn_bda.weight": Replicated("post_attention_layernorm.weight"),
     "mlp_bda.weight": Replicated("post_feedforward_layernorm.weight"),
+}
+# Of what goes into attention and MLP, and of what comes out.
+NORMS_AROUND: Mapping = NORMS_AFTER | {
+    "input_layernorm.weight": Replicated("input_layernorm.weight"),
+    "pre_mlp_layernorm.weight": Replicated("pre_feedforward_layernorm.weight"),
 }
 ATTENTION: Mapping = {
     "self_attention.linear_qkv.weight": QKV(*(f"self_attn.{name}_proj.weight" for name in "qkv")),
@@ -158,10 +164,17 @@ class Architecture:
     # Frequencies are stretched in layers without a window only.
     plain_in_windows: bool = False
     centered: bool = False  # norms multiply by 1 + weight
+    activation: str = "silu"
+    scaled_embedding: bool = False  # times the square root of its width
+
+    @property
+    def norms_before(self) -> bool:
+        """Return whether norms stand before attention and MLP."""
+        return NORMS.keys() <= self.layer.keys()
 
     @property
     def norms_after(self) -> bool:
-        """Return whether norms stand after attention and MLP, and not before them."""
+        """Return whether norms stand after attention and MLP."""
         return NORMS_AFTER.keys() <= self.layer.keys()
 
     @property
@@ -262,6 +275,24 @@ def _check_olmo3(hf: PretrainedConfig) -> None:
         )
 
 
+def _check_gemma3(hf: PretrainedConfig) -> None:
+    """Raise ValueError for a model that SGLang would compute differently or that cannot train."""
+    if not hf.tie_word_embeddings:
+        raise ValueError("tie_word_embeddings=false with gemma3_text: SGLang shares them")
+    for name in (
+        "final_logit_softcapping",
+        "attn_logit_softcapping",
+        "use_bidirectional_attention",
+    ):
+        if value := getattr(hf, name):
+            raise ValueError(f"{name}={value} is not supported for gemma3_text: set it to null")
+    if (rope := hf.rope_parameters["sliding_attention"])["rope_type"] != "default":
+        raise ValueError(
+            f"rope_parameters of sliding_attention, {rope}, are not supported for gemma3_text:"
+            " SGLang stretches layers without a window only"
+        )
+
+
 def _check_yarn(hf: PretrainedConfig) -> None:
     """Raise ValueError for numbers of YaRN that transformers and SGLang read differently."""
     given = hf.rope_parameters.get("attention_factor")
@@ -328,6 +359,19 @@ ARCHITECTURES = {
         check=_check_olmo3,
         plain_in_windows=True,
     ),
+    "gemma3_text": Architecture(
+        layer=NORMS_AROUND | ATTENTION | QK_NORM | GATED_MLP,
+        fields=lambda hf: {
+            "qk_layernorm": True,
+            "activation_func": gelu_tanh,
+            "softmax_scale": hf.query_pre_attn_scalar**-0.5,
+        },
+        check=_check_gemma3,
+        rope_types=("default", "linear"),
+        centered=True,
+        activation="gelu_pytorch_tanh",
+        scaled_embedding=True,
+    ),
     "qwen3_next": _with_nets(
         DELTA_NET | PACKED_INPUT, EXPERTS | SHARED_EXPERT, check=_check_qwen3_moe
     ),
@@ -343,7 +387,7 @@ def check_supported(hf: PretrainedConfig, trainer: TrainerConfig) -> None:
             f"model type {hf.model_type!r} is not supported by the trainer:"
             f" use one of {', '.join(ARCHITECTURES)}"
         )
-    known, rope = ARCHITECTURES[hf.model_type], hf.rope_parameters
+    known, rope = ARCHITECTURES[hf.model_type], full_rope(hf)
     known.check(hf)
     kind = rope.get("rope_type", "default")
     partial = rope.get("partial_rotary_factor", 1.0) != 1.0
@@ -363,18 +407,25 @@ def check_supported(hf: PretrainedConfig, trainer: TrainerConfig) -> None:
             raise ValueError(
                 f"{name}={value} is not supported by the trainer: use a checkpoint without it"
             )
-    if hf.hidden_act != "silu":
+    name = "hidden_act" if hasattr(hf, "hidden_act") else "hidden_activation"
+    if (found := getattr(hf, name)) != known.activation:
         raise ValueError(
-            f"hidden_act={hf.hidden_act} is not supported by the trainer: use a model with silu"
+            f"{name}={found} is not supported by the trainer: use a model with {known.activation}"
         )
     check_split(hf.to_dict(), trainer)
     check_targets(trainer.lora, has_experts=num_experts(vars(hf)) > 0)
+
+
+def full_rope(hf: PretrainedConfig) -> dict[str, Any]:
+    """Return the rotary parameters of layers without a window."""
+    return hf.rope_parameters.get("full_attention", hf.rope_parameters)
 
 
 def transformer_config(
     hf: PretrainedConfig, dtype: torch.dtype, **settings: Any
 ) -> TransformerConfig:
     """Describe the network in Megatron's terms; `settings` are further fields."""
+    own: dict[str, Any] = {"activation_func": F.silu} | ARCHITECTURES[hf.model_type].fields(hf)
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -385,7 +436,6 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
         gated_linear_unit=True,
-        activation_func=F.silu,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -397,7 +447,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         **settings,
         **_windows(hf),
-        **ARCHITECTURES[hf.model_type].fields(hf),
+        **own,
     )
 
 

@@ -32,7 +32,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from areal_lite.megatron.architectures import ARCHITECTURES
+from areal_lite.megatron.architectures import ARCHITECTURES, full_rope
 from areal_lite.megatron.delta_net import Pieces
 from areal_lite.megatron.kernels import Spans, kernels
 from areal_lite.megatron.packing import LocalTokens
@@ -54,15 +54,16 @@ def rotations(hf: PretrainedConfig, device: torch.device) -> list[Rotation]:
 
     Plain frequencies are theta^(-2i / n).
     """
-    rope, family = hf.rope_parameters, ARCHITECTURES[hf.model_type]
+    rope, family = full_rope(hf), ARCHITECTURES[hf.model_type]
     kind = rope.get("rope_type", "default")
     width = int(head_dim(hf) * rope.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
-    plain = Rotation(1.0 / rope["rope_theta"] ** exponents, 1.0)
-    if kind == "default":
-        return [plain]
-    stretched = Rotation(*ROPE_INIT_FUNCTIONS[kind](hf, device))
-    return [stretched, plain] if family.plain_in_windows else [stretched]
+    windowed = hf.rope_parameters.get("sliding_attention", rope)
+    plain, local = (Rotation(1 / r["rope_theta"] ** exponents, 1.0) for r in (rope, windowed))
+    if kind != "default":
+        layers = {} if rope is hf.rope_parameters else {"layer_type": "full_attention"}
+        plain = Rotation(*ROPE_INIT_FUNCTIONS[kind](hf, device, **layers))
+    return [plain, local] if family.plain_in_windows or windowed is not rope else [plain]
 
 
 @dataclass(kw_only=True)
@@ -130,9 +131,17 @@ class PackedAttention(MegatronModule):
     """
 
     def __init__(
-        self, config: TransformerConfig, layer_number, attn_mask_type, attention_type, **_
+        self,
+        config: TransformerConfig,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        softmax_scale: float | None = None,
+        **_,
     ):
         super().__init__(config=config)
+        assert config.kv_channels is not None
+        self.scale = softmax_scale or config.kv_channels**-0.5
         windows, without = config.window_attn_skip_freq, config.no_rope_freq
         self.window: int | None = None
         if isinstance(windows, list) and windows[layer_number - 1]:
@@ -161,11 +170,12 @@ class PackedAttention(MegatronModule):
             key, value = both.chunk(2, -1)
         if packed.spans is not None:
             assert kernels.packed_attention is not None
-            out = kernels.packed_attention(query, key, value, packed.spans, self.window)
+            out = kernels.packed_attention(query, key, value, packed.spans, self.window, self.scale)
             return out.flatten(1)
         with _seen(key, value, packed.key_index) as (key, value):
             if packed.segments is not None:
-                return by_segment(query, key, value, packed.segments, self.window).flatten(1)
+                rest = packed.segments, self.window, self.scale
+                return by_segment(query, key, value, *rest).flatten(1)
             return causal_varlen(
                 query,
                 key.contiguous(),
@@ -175,6 +185,7 @@ class PackedAttention(MegatronModule):
                 packed.max_seqlen_q,
                 packed.max_seqlen_kv,
                 self.window,
+                self.scale,
             ).flatten(1)
 
 
@@ -232,7 +243,12 @@ def _seen(key: Tensor, value: Tensor, index: Tensor | None) -> Iterator[tuple[Te
 
 
 def by_segment(
-    query: Tensor, key: Tensor, value: Tensor, segments: list[Segment], window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: list[Segment],
+    window: int | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Attend within one segment after the other, as `causal_varlen` does: [l, heads, dim]."""
     outputs = []
@@ -247,9 +263,10 @@ def by_segment(
         if mask is not None and window is not None:
             mask = mask.triu(before - window + 1)
         q, k, v = (x.transpose(0, 1)[None] for x in parts)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        options: Any = dict(
+            is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1], scale=scale
         )
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
 
@@ -263,6 +280,7 @@ def causal_varlen(
     longest_q: int,
     longest_k: int,
     window: int | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Attend over packed tokens by FlashAttention: [l, heads, dim].
 
@@ -272,6 +290,7 @@ def causal_varlen(
     bounds = bounds_q, bounds_k, longest_q, longest_k
     grouped = query.shape[1] != key.shape[1]
     before = -1 if window is None else window - 1
-    out = varlen_attn(query, key, value, *bounds, window_size=(before, 0), enable_gqa=grouped)
+    options: Any = dict(window_size=(before, 0), enable_gqa=grouped, scale=scale)
+    out = varlen_attn(query, key, value, *bounds, **options)
     assert isinstance(out, Tensor)
     return out

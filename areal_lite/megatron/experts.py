@@ -36,7 +36,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from areal_lite.megatron.kernels import grouped_linear, grouped_sums, swiglu
+from areal_lite.megatron.kernels import gated, grouped_linear, grouped_sums
 from areal_lite.megatron.parallel import current_device, process_group
 
 
@@ -127,7 +127,7 @@ class Experts(MegatronModule):
     def forward(self, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         """Compute weighted rows: x [n, hidden], weights [n], ends as in `Rows` -> [n, hidden]."""
         inner = _GroupedLinear.apply(x, self.linear_fc1.flatten(1, 2), ends)
-        return _GroupedLinear.apply(swiglu(inner, weights), self.linear_fc2, ends)  # pyright: ignore[reportReturnType, reportArgumentType]
+        return _GroupedLinear.apply(gated(inner, weights), self.linear_fc2, ends)  # pyright: ignore[reportReturnType, reportArgumentType]
 
     def single(self, name: str, stacked: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the matrices of single experts in `stacked`, of the parameter `name`.

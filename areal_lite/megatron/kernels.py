@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -41,11 +41,18 @@ class PackedKernel(Protocol):
         ...
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, window: int | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spans: Spans,
+        window: int | None,
+        scale: float,
     ) -> Tensor:
         """Attend over tokens [t, heads, dim]. Carries gradients.
 
         window: how many of its keys a token sees at most, the last ones; None for all.
+        scale: of the dot products.
         """
         ...
 
@@ -95,45 +102,62 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin).to(x.dtype)
 
 
-def swiglu(projections: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Compute silu(a) * b from [..., 2 n], where a is the first half: [..., n] (arXiv:2002.05202).
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Return GELU with the tanh in place of the error function (arXiv:1606.08415)."""
+    return F.gelu(x, approximate="tanh")
+
+
+_SLOPES: dict[Callable, Callable[[Tensor, Tensor], Tensor]] = {
+    F.silu: torch.ops.aten.silu_backward,
+    gelu_tanh: partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+}
+"""Activation -> (gradient of its result, its argument) -> gradient of its argument."""
+
+
+def gated(
+    projections: Tensor,
+    scale: Tensor | None = None,
+    activation: Callable[[Tensor], Tensor] = F.silu,
+) -> Tensor:
+    """Compute activation(a) * b from [..., 2 n]; a is the first half: [..., n] (arXiv:2002.05202).
 
     scale: [...], what each row is multiplied with. Only the arguments are kept for backward, which
-    computes silu(a) again.
+    computes the activation, one of `_SLOPES`, again.
     """
-    result = _SwiGLU.apply(projections, scale)
+    result = _Gated.apply(projections, scale, activation)
     assert isinstance(result, Tensor)
     return result
 
 
-class _SwiGLU(torch.autograd.Function):
+class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, projections: Tensor, scale: Tensor | None) -> Tensor:
+    def forward(ctx, projections: Tensor, scale: Tensor | None, activation: Callable) -> Tensor:
         ctx.save_for_backward(projections, scale)
-        return _swiglu(projections, scale)
+        ctx.activation = activation
+        return _gated(projections, scale, activation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         projections, scale = ctx.saved_tensors
-        return _swiglu_backward(projections, scale, grads[0])
+        return *_gated_backward(projections, scale, ctx.activation, grads[0]), None
 
 
 @fused
-def _swiglu(projections: Tensor, scale: Tensor | None) -> Tensor:
+def _gated(projections: Tensor, scale: Tensor | None, activation: Callable) -> Tensor:
     a, b = projections.chunk(2, -1)
-    product = F.silu(a).mul_(b)
+    product = activation(a).mul_(b)
     return product if scale is None else product.mul_(scale[..., None])
 
 
 @fused
-def _swiglu_backward(projections: Tensor, scale: Tensor | None, grad: Tensor):
+def _gated_backward(projections: Tensor, scale: Tensor | None, activation: Callable, grad: Tensor):
     (a, b), slope = projections.chunk(2, -1), None
-    of_b = F.silu(a).mul_(grad)
+    of_b = activation(a).mul_(grad)
     if scale is not None:
         slope = (of_b * b).sum(-1, dtype=scale.dtype)
         grad, of_b = grad * scale[..., None], of_b.mul_(scale[..., None])
-    of_a = torch.ops.aten.silu_backward(grad * b, a.to(grad.dtype))
+    of_a = _SLOPES[activation](grad * b, a.to(grad.dtype))
     return torch.cat((of_a.to(grad.dtype), of_b), -1).to(projections.dtype), slope
 
 

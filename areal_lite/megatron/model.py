@@ -43,7 +43,7 @@ from areal_lite.megatron.architectures import (
 from areal_lite.megatron.attention import PackedAttention
 from areal_lite.megatron.delta_net import GatedDeltaNet, SplitRows
 from areal_lite.megatron.experts import Experts, MixtureOfExperts, RoutingReplay, sparse_layers
-from areal_lite.megatron.kernels import kernels, swiglu
+from areal_lite.megatron.kernels import gated, kernels
 from areal_lite.megatron.lora import freeze_base, linear_layer
 from areal_lite.megatron.parallel import current_device, process_group, transformer_settings
 from areal_lite.megatron.parameters import padded_vocab
@@ -112,8 +112,12 @@ class NormedSum(RMSNorm):
         return residual + super().forward(x[0])
 
 
+class CenteredSum(NormedSum, CenteredNorm):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """residual + norm(x) with a centered norm."""
+
+
 class GatedMLP(MLP):
-    """Megatron's dense MLP with SwiGLU (arXiv:2002.05202). It keeps less for backward."""
+    """Megatron's dense MLP with a gate (arXiv:2002.05202). It keeps less for backward."""
 
     layers: MLPSubmodules
 
@@ -127,7 +131,7 @@ class GatedMLP(MLP):
 
     def forward(self, hidden_states: Tensor, **_) -> tuple[Tensor, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         projections, _ = self.linear_fc1(hidden_states)
-        return self.linear_fc2(swiglu(projections))
+        return self.linear_fc2(gated(projections, None, self.config.activation_func))
 
 
 class Backbone(GPTModel):
@@ -235,6 +239,9 @@ def _build_chunk(
         position_embedding_type="none",
         vp_stage=vp_stage,
     )
+    if family.scaled_embedding and model.pre_process:
+        scale: Any = torch.tensor(hf.hidden_size**0.5, dtype=config.params_dtype)
+        model.embedding.register_forward_hook(lambda _, args, output: scale * output)
     model.to(current_device())  # Megatron makes the gate of a shared expert in host memory
     _mark_split_weights(model)
     if lora.rank:
@@ -256,13 +263,7 @@ def _layer_spec(
     norm = CenteredNorm if architecture.centered else RMSNorm
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer: Any = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = norm
-    if architecture.norms_after:
-        layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
-        sizes = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
-        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(
-            module=NormedSum, params={"config": config, **sizes}
-        )
+    _set_norms(layer, config, architecture)
     # Megatron builds a layer's MLP from a class.
     if sparse:
         layer.mlp = MixtureOfExperts
@@ -286,6 +287,18 @@ def _layer_spec(
             norm = ModuleSpec(module=WideNorm, params={"heads": number})
             setattr(attention, f"{name}_layernorm", norm)
     return spec
+
+
+def _set_norms(layer: Any, config: TransformerConfig, architecture: Architecture) -> None:
+    """Set the norms of a layer's hidden states."""
+    norm, total = (CenteredNorm, CenteredSum) if architecture.centered else (RMSNorm, NormedSum)
+    before = norm if architecture.norms_before else IdentityOp
+    layer.input_layernorm = layer.pre_mlp_layernorm = before
+    if architecture.norms_after:
+        sizes = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(
+            module=total, params={"config": config, **sizes}
+        )
 
 
 def _mark_split_weights(model: GPTModel) -> None:

@@ -23,7 +23,7 @@ class MakeModelConfig:
         "Model type.",
         choices=(
             *("qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "smollm3", "phi3", "olmo3"),
-            *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe"),
+            *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "gemma3_text"),
         ),
     )
     hidden_size: int = setting(128, "Size of a hidden state.", within=(1, 65_536))

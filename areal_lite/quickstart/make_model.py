@@ -165,6 +165,8 @@ def _architecture_settings(config: MakeModelConfig) -> dict[str, Any]:
             "linear_key_head_dim": config.head_dim,
             "linear_value_head_dim": config.head_dim,
         }
+    if config.architecture == "gemma3_text":
+        settings["query_pre_attn_scalar"] = config.head_dim
     if config.architecture == "mistral":
         settings["sliding_window"] = None
     return settings

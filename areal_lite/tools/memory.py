@@ -306,6 +306,9 @@ def layer_activations(
     # keeps its input and the normalized input, both in float32.
     norm = b if gpu or b == 4 else 8
     norms = 2 * (norm + b) * hidden  # and outputs
+    family = ARCHITECTURES[hf.model_type]
+    if family.norms_before and family.norms_after:
+        norms += 2 * norm * hidden
     has_head_norms = any("self_attention.q_layernorm.weight" in names for names in layers)
     head_norms = norm * (queries + keys) if has_head_norms else 0
     # Query, key and value, rotated query and key, and the output.

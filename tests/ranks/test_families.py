@@ -36,6 +36,8 @@ YARN = {
 UNTIED = {"tie_word_embeddings": False}
 TYPES = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 NO_PAD = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}
+GEMMA = NO_PAD | TYPES | {"sliding_window": 6, "head_dim": 16, "query_pre_attn_scalar": 24}
 NETS = {
     "head_dim": 32,
     "linear_num_key_heads": 2,
@@ -78,6 +80,13 @@ FAMILIES = {
     "olmo3_yarn": (
         "olmo3",
         NO_PAD | UNTIED | TYPES | {"sliding_window": 6, "rope_parameters": YARN},
+    ),
+    "gemma3": ("gemma3_text", GEMMA),
+    "gemma3_linear": (
+        "gemma3_text",
+        GEMMA
+        | {"num_key_value_heads": 4, "layer_types": None, "sliding_window_pattern": 3}
+        | {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {"rope_theta": 3e2}}},
     ),
     "qwen3_next": ("qwen3_next", UNTIED | NETS | SHARED | {"norm_topk_prob": True}),
     "qwen3_5": ("qwen3_5_text", NETS | {"layer_types": None, "full_attention_interval": 2}),

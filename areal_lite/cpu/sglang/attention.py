@@ -95,7 +95,7 @@ class PagedCpuAttention(TorchNativeAttnBackend):
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).float().contiguous()
         out = torch.empty_like(query)
         self.attend(query.numpy(), *self.cache(layer), layer.scaling, out.numpy())
-        return out.to(q.dtype).view(q.shape[0], -1)
+        return out.to(q.dtype).flatten(1)
 
     def cache(self, layer: RadixAttention) -> tuple[np.ndarray, np.ndarray]:
         """Return the cache of a layer as the kernels take it.

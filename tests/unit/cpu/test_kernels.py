@@ -115,9 +115,10 @@ def test_a_sum_is_normed_and_kept(shape, seed):
     dim=st.sampled_from([16, 32, 80]),
     scale=st.sampled_from([0.1, 1.0, 4.0]),
     window=st.sampled_from([None, None, 1, 3, 20, 64]),
+    factor=st.sampled_from([0.1, 0.3]),
     seed=st.integers(0, 2**31),
 )
-def test_packed_attention_and_its_gradients(segments, heads, dim, scale, window, seed):
+def test_packed_attention_and_its_gradients(segments, heads, dim, scale, window, factor, seed):
     """A segment sees its own tokens, and before them some of all tokens."""
     torch.manual_seed(seed)
     lengths = [length for length, _ in segments]
@@ -133,7 +134,7 @@ def test_packed_attention_and_its_gradients(segments, heads, dim, scale, window,
     def packed(*inputs):
         keys = np.cumsum([0, *map(len, seen)])
         spans = Spans(queries=queries, keys=keys, index=torch.cat(seen).numpy())
-        return PackedAttention()(*inputs, spans, window).transpose(0, 1)
+        return PackedAttention()(*inputs, spans, window, factor).transpose(0, 1)
 
     def plain(query, key, value):
         attended = []
@@ -144,7 +145,7 @@ def test_packed_attention_and_its_gradients(segments, heads, dim, scale, window,
             mask = (back >= 0) & (back < (window or len(index)))
             attended.append(
                 torch.nn.functional.scaled_dot_product_attention(
-                    *tensors, attn_mask=mask, enable_gqa=True
+                    *tensors, attn_mask=mask, enable_gqa=True, scale=factor
                 )
             )
         return torch.cat(attended, 1)

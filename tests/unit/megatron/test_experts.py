@@ -12,7 +12,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeConfig, Glm4Mo
 import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
 from areal_lite.megatron.experts import Rows, _GroupedLinear
 from areal_lite.megatron.hf import export_hf
-from areal_lite.megatron.kernels import grouped_linear, grouped_sums, swiglu
+from areal_lite.megatron.kernels import gated, grouped_linear, grouped_sums
 from tests.unit.megatron.routers import make_router
 
 operators = sys.modules["areal_lite.megatron.kernels"]
@@ -43,7 +43,7 @@ def together(x, weights, chosen, fc1, fc2) -> torch.Tensor:
     inner = _GroupedLinear.apply(rows.spread(x), fc1, rows.ends)
     scale = weights.flatten().gather(0, rows.order)
     return rows.collect(
-        cast(Any, _GroupedLinear.apply(swiglu(cast(Any, inner), scale), fc2, rows.ends))
+        cast(Any, _GroupedLinear.apply(gated(cast(Any, inner), scale), fc2, rows.ends))
     )
 
 
@@ -144,8 +144,8 @@ def test_a_gpu_multiplies_groups_in_one_kernel_where_it_can(
 def test_weights_of_rows_are_applied_in_between():
     x, scale = random(5, 8).requires_grad_(), random(5, seed=1).requires_grad_()
     a, b = x.chunk(2, -1)
-    torch.testing.assert_close(swiglu(x, scale), F.silu(a) * b * scale[:, None])
-    assert torch.autograd.gradcheck(swiglu, (x, scale))
+    torch.testing.assert_close(gated(x, scale), F.silu(a) * b * scale[:, None])
+    assert torch.autograd.gradcheck(gated, (x, scale))
 
 
 @pytest.mark.parametrize("over_all", [True, False])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from areal_lite.megatron import logprobs
 from areal_lite.megatron.logprobs import lm_logprobs
@@ -28,15 +29,23 @@ def arguments(name: str, tokens: int, dtype: torch.dtype) -> tuple[Callable, lis
     x, per_token = random(tokens, 50), [random(tokens) for _ in range(4)]
     return {
         "rotate": (operators.rotate, [random(tokens, 4, 8, dtype=dtype), *random(2, tokens, 1, 8)]),
-        "swiglu": (operators._swiglu, [random(tokens, 1, 12, dtype=dtype), None]),
+        "swiglu": (operators._gated, [random(tokens, 1, 12, dtype=dtype), None, F.silu]),
         "its gradient": (
-            operators._swiglu_backward,
-            [random(tokens, 1, 12, dtype=dtype), None, random(tokens, 1, 6, dtype=dtype)],
+            operators._gated_backward,
+            [
+                random(tokens, 1, 12, dtype=dtype),
+                None,
+                operators.gelu_tanh,
+                random(tokens, 1, 6, dtype=dtype),
+            ],
         ),
-        "weighted swiglu": (operators._swiglu, [random(tokens, 12, dtype=dtype), per_token[0]]),
+        "weighted swiglu": (
+            operators._gated,
+            [random(tokens, 12, dtype=dtype), per_token[0], F.silu],
+        ),
         "its gradients": (
-            operators._swiglu_backward,
-            [random(tokens, 12, dtype=dtype), per_token[0], random(tokens, 6, dtype=dtype)],
+            operators._gated_backward,
+            [random(tokens, 12, dtype=dtype), per_token[0], F.silu, random(tokens, 6, dtype=dtype)],
         ),
         "reduce": (logprobs._reduce, [x, column]),
         "slope": (logprobs._slope, [x, per_token[0], dtype, *per_token[1:3], column]),
@@ -96,5 +105,5 @@ def test_the_log_probs_of_a_gpu_are_fused(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     hidden = random(5, 8).requires_grad_()
     sum(x.sum() for x in lm_logprobs(hidden, random(20, 8), torch.arange(5))).backward()
-    operators.swiglu(random(3, 8).requires_grad_()).sum().backward()
-    assert called == ["_reduce", "_slope", "_swiglu", "_swiglu_backward"]
+    operators.gated(random(3, 8).requires_grad_()).sum().backward()
+    assert called == ["_reduce", "_slope", "_gated", "_gated_backward"]

@@ -51,7 +51,7 @@ def test_supported(architecture):
     made = transformer_config(hf, torch.float32)
     assert made.num_query_groups == 2 and not made.add_bias_linear
     assert made.add_qkv_bias == (architecture == "qwen2")  # GLM's default is without
-    assert made.qk_layernorm == architecture.startswith("qwen3")
+    assert made.qk_layernorm == architecture.startswith(("qwen3", "gemma3"))
     assert (made.num_moe_experts is not None) == (num_experts(vars(hf)) > 0)
     assert made.attention_output_gate == (architecture in DELTA_NETS)
 
@@ -91,6 +91,21 @@ def test_supported(architecture):
         ("glm4_moe", {"num_experts_per_tok": 1}, "without a gradient"),
         ("glm4_moe", {"n_group": 48}, "n_routed_experts=128 do not make up n_group=48"),
         ("glm4_moe", {"n_group": 128}, "groups of two experts or more"),
+        ("gemma3_text", {"tie_word_embeddings": False}, "SGLang shares them"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma3_text", {"hidden_activation": "silu"}, "use a model with gelu_pytorch_tanh"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "SGLang stretches layers without a window only",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": YARN}},
+            "for gemma3_text: use rope_type default or linear, over whole heads",
+        ),
         ("llama", {"sliding_window": 8}, "sliding_window=8"),
         (
             "llama",
@@ -151,9 +166,14 @@ def test_states_do_not_pass_between_context_parallel_ranks():
         check_supported(config("qwen3_next"), TrainerConfig(context_parallel=2))
 
 
-def test_images_are_not_trained():
-    described = AutoConfig.for_model("qwen3_5").to_dict()
-    with pytest.raises(ValueError, match="'qwen3_5' has a vision part, which is not trained: save"):
+@pytest.mark.parametrize(
+    "kind, remedy",
+    [("qwen3_5", "AutoModelForCausalLM.from_"), ("gemma3", r".*load_state_dict\(whole.language")],
+)
+def test_images_are_not_trained(kind, remedy):
+    described = AutoConfig.for_model(kind).to_dict()
+    message = f"'{kind}' has a vision part, which is not trained: save its text model by {remedy}"
+    with pytest.raises(ValueError, match=message):
         check_split(described, TrainerConfig())
 
 
@@ -236,8 +256,19 @@ def test_a_part_of_a_head_is_rotated():
     assert found.frequencies.tolist() == pytest.approx([1e4 ** -(i / 4) for i in range(4)])
 
 
+def test_gemma3_has_a_rotation_for_windows_and_one_for_all_other_layers():
+    rope = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    both = {"full_attention": rope, "sliding_attention": {"rope_theta": 1e3}}
+    hf = config("gemma3_text", head_dim=8, rope_parameters=both)
+    full, windowed = rotations(hf, torch.device("cpu"))
+    assert full.frequencies.tolist() == pytest.approx([1e6 ** -(i / 4) / 8 for i in range(4)])
+    assert windowed.frequencies.tolist() == pytest.approx([1e3 ** -(i / 4) for i in range(4)])
+    made = transformer_config(config("gemma3_text", query_pre_attn_scalar=64), torch.float32)
+    assert made.softmax_scale == 1 / 8
+
+
 def test_olmo3_stretches_layers_without_a_window_alone():
     full, windowed = rotations(config("olmo3", rope_parameters=YARN), torch.device("cpu"))
-    (plain,) = rotations(config("olmo3"), torch.device("cpu"))
+    _, plain = rotations(config("olmo3"), torch.device("cpu"))
     assert torch.equal(windowed.frequencies, plain.frequencies) and windowed.factor == 1.0
     assert not torch.equal(full.frequencies, plain.frequencies) and full.factor > 1.1

@@ -1,5 +1,6 @@
 """SwiGLU, the norm and the rotation against float64, and what they keep for backward."""
 
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 
 import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
 from areal_lite.cpu.kernels import norms
-from areal_lite.megatron.kernels import rotate, swiglu
+from areal_lite.megatron.kernels import gated, gelu_tanh, rotate
 from areal_lite.megatron.model import RMSNorm
 
 
@@ -22,19 +23,30 @@ def test_swiglu_is_the_plain_composition_bit_for_bit(dtype):
     x = random(37, 1, 64, dtype=dtype).requires_grad_()
     grad = random(37, 1, 32, dtype=dtype, seed=1)
     a, b = x.chunk(2, -1)
-    plain, ours = F.silu(a) * b, swiglu(x)
+    plain, ours = F.silu(a) * b, gated(x)
     assert torch.equal(plain, ours)
     assert torch.equal(*(torch.autograd.grad(y, x, grad)[0] for y in (plain, ours)))
 
 
 def test_the_gradient_of_swiglu_matches_finite_differences():
     x = random(5, 8).double().requires_grad_()
-    assert torch.autograd.gradcheck(swiglu, x)
+    assert torch.autograd.gradcheck(gated, x)
+
+
+@pytest.mark.parametrize("scale", [None, [0.3, -2.0, 1.5]])
+def test_a_gate_of_gelu_is_the_plain_composition(scale):
+    x = random(3, 8).double().requires_grad_()
+    scale = None if scale is None else torch.tensor(scale).double().requires_grad_()
+    a, b = x.chunk(2, -1)
+    tanh = (math.sqrt(2 / math.pi) * (a + 0.044715 * a**3)).tanh()
+    plain = 0.5 * a * (1 + tanh) * b * (1 if scale is None else scale[:, None])
+    torch.testing.assert_close(gated(x, scale, gelu_tanh), plain)
+    assert torch.autograd.gradcheck(lambda x, s: gated(x, s, gelu_tanh), (x, scale))
 
 
 def test_swiglu_keeps_its_input_only():
     x = random(5, 8).requires_grad_()
-    result = swiglu(x)
+    result = gated(x)
     kept, scale = cast(Any, result.grad_fn).saved_tensors
     assert kept is x and scale is None
 

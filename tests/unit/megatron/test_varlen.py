@@ -56,10 +56,10 @@ def test_a_wrong_gradient_is_noticed():
     assert worst_error(attend, CPU, 4, 2, 64) > 0.05
 
 
-def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa):
+def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa, scale):
     """Refuse fewer heads of keys than of queries unless told, as torch does."""
     assert (window_size, max_q, max_k) == ((-1, 0), 300, 300) and torch.equal(cu_seq_q, cu_seq_k)
-    assert enable_gqa == (query.shape[1] != key.shape[1])
+    assert scale is None and enable_gqa == (query.shape[1] != key.shape[1])
     return per_sequence(causal=True)(query, key, value, cu_seq_q, max_q)
 
 
@@ -81,14 +81,15 @@ def test_one_segment_after_the_other_is_right(heads, groups, dim):
 def test_a_window_counts_the_token_itself(monkeypatch):
     found = []
 
-    def note(*tensors, window_size, enable_gqa):
+    def note(*tensors, window_size, enable_gqa, scale):
+        assert scale == 0.3
         found.append(window_size)
         return tensors[0]
 
     monkeypatch.setattr(attention, "varlen_attn", note)
     x, bounds = torch.zeros(4, 1, 8), torch.tensor([0, 4])
     for window in (None, 1, 3):
-        attention.causal_varlen(x, x, x, bounds, bounds, 4, 4, window)
+        attention.causal_varlen(x, x, x, bounds, bounds, 4, 4, window, 0.3)
     assert found == [(-1, 0), (0, 0), (2, 0)]
 
 
@@ -99,12 +100,12 @@ def test_a_window_is_the_last_keys_of_a_token(window):
     lengths, known = [6, 4], [6, 9]
     query = torch.randn(10, 2, 8, dtype=torch.float64)
     key, value = (torch.randn(15, 1, 8, dtype=torch.float64) for _ in range(2))
-    found = attention.by_segment(query, key, value, list(zip(lengths, known)), window)
+    found = attention.by_segment(query, key, value, list(zip(lengths, known)), window, 0.3)
     rows = []
     for length, first, count, start in ((6, 0, 6, 0), (4, 6, 9, 6)):
         for i in range(length):
             last = start + count - length + i + 1
             seen = slice(max(start, last - window), last)
-            scores = torch.einsum("hd,kd->hk", query[first + i], key[seen, 0]) / 8**0.5
+            scores = torch.einsum("hd,kd->hk", query[first + i], key[seen, 0]) * 0.3
             rows.append(scores.softmax(-1) @ value[seen, 0])
     torch.testing.assert_close(found, torch.stack(rows), atol=1e-12, rtol=0)
