@@ -103,8 +103,7 @@ class Batches:
     queue: GroupQueue = field(init=False)
     lag: LoopLag = field(default_factory=LoopLag)
     was_asked: bool = False
-    # The size of the store after the step before, for the metrics.
-    store_size: dict[str, float] = field(default_factory=dict)
+    store_mib: float = 0.0  # the size of the store after the step before
     # Set, and replaced by a new one, when a batch may have become ready.
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     # By step. A task ends when the batch is assigned.
@@ -286,7 +285,7 @@ class Batches:
             "straggler_wait_s": 0.0 if held_since is None else now - held_since,
             "wait_s": now - started,
             "loop_lag_p99_s": self.lag.take_p99(),
-            **self.store_size,
+            "store_mib": self.store_mib,
         }
 
 

@@ -22,7 +22,7 @@ import logging
 import math
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,12 +68,10 @@ class Retention:
     dispatcher: Dispatcher
     batches: Batches
     _due: asyncio.Event = field(default_factory=asyncio.Event)
-    _last_step: list[int] = field(default_factory=list)
     _warned: bool = False
 
-    def on_step(self, group_ids: Sequence[int]) -> None:
-        """Record that a step used these groups, and that the store may have grown."""
-        self._last_step = list(group_ids)
+    def on_step(self) -> None:
+        """Record that the store may have grown."""
         self._due.set()
 
     async def run(self) -> None:
@@ -81,29 +79,29 @@ class Retention:
         max_gib = self.config.store.max_gib
         while True:
             self._due.clear()
-            size = await self.store.submit(Store.size, self._last_step)
-            if max_gib and size.get("store_mib", 0) > _MIB_PER_GIB * max_gib:
-                size = await self._trim(max_gib)
-            self.batches.store_size = size
+            mib = await self.store.submit(Store.mib)
+            if max_gib and mib > _MIB_PER_GIB * max_gib:
+                mib = await self._trim(max_gib)
+            self.batches.store_mib = mib
             await self._due.wait()
 
-    async def _trim(self, max_gib: float) -> dict[str, float]:
-        """Remove tokens until the store fits, if it can, and return its new size."""
+    async def _trim(self, max_gib: float) -> float:
+        """Remove tokens until the store fits, if it can, and return its new size in MiB."""
         since = await asyncio.to_thread(needed_since, Path(self.config.run_dir))
         while await self.store.submit(Store.trim, int(max_gib * 2**30), since, self._held()):
             pass
-        size = await self.store.submit(Store.size, self._last_step)
-        if size["store_mib"] > _MIB_PER_GIB * max_gib and not self._warned:
+        mib = await self.store.submit(Store.mib)
+        if mib > _MIB_PER_GIB * max_gib and not self._warned:
             self._warned = True
             log.warning(
                 "the store takes %.1f GiB, more than store.max_gib=%g: a resume needs the rest, "
                 "which are the steps since step %d and the groups that wait; save checkpoints more "
                 "often (trainer.save_every), or raise store.max_gib",
-                size["store_mib"] / _MIB_PER_GIB,
+                mib / _MIB_PER_GIB,
                 max_gib,
                 since,
             )
-        return size
+        return mib
 
     def _held(self) -> list[int] | None:
         """Return the groups that a replay buffer holds or is about to get; None without one."""
@@ -267,7 +265,7 @@ class Controller:
                 # A checkpoint of this step must not outlive what the store says of it.
                 self._store.submit(Store.use, group_ids, used_by, draws, durable=True),
             )
-            self.retention.on_step(group_ids)
+            self.retention.on_step()
 
     async def save_totals(self) -> None:
         """Commit the counts that the store cannot make from its rows, if they have changed."""

@@ -110,13 +110,9 @@ class Store(RunReader):
     # Groups that ended before this time, and of which nothing was learned, have lost their tokens.
     _unlearned_since = 0.0
 
-    def size(self, group_ids: Sequence[int]) -> dict[str, float]:
-        """Return the metrics of the store's size. Those per token are of the given groups."""
-        where, ids = f"WHERE {_AMONG}", (_ids(group_ids),)
-        ((kept,),) = self._query(f"SELECT sum(kept_bytes) FROM groups {where}", ids)
-        ((tokens,),) = self._query(f"SELECT sum(n_tokens) FROM trajectories {where}", ids)
-        size = {"store_mib": self._pragma("page_count") * self._pragma("page_size") / 2**20}
-        return size | ({"store_bytes_per_token": kept / tokens} if tokens else {})
+    def mib(self) -> float:
+        """Return the size of the file, without its write-ahead log, in MiB."""
+        return self._pragma("page_count") * self._pragma("page_size") / 2**20
 
     def trim(self, max_bytes: int, since: int, held: Sequence[int] | None = None) -> bool:
         """Bring a file of more than `max_bytes` nearer to it; return whether another call may.

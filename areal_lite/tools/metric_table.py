@@ -96,8 +96,6 @@ GROUPS = {
         "quarantined_prompts": "prompts that are no longer asked: their episodes hung or crashed",
         "resting_prompts": "prompts that nothing solved and that this epoch leaves out",
         "store_mib": "size of the store's file, in MiB",
-        "store_bytes_per_token": "bytes of tokens, log-probs, texts and routes of the step before "
-        "in the store, per token of prompt and completion",
     },
     "push": {
         "pause_s": "pause window of the push of `version` in seconds; null when nothing was pushed",

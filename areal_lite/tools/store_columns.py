@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from areal_lite.run_dir.reader import RunReader
-from areal_lite.run_dir.store_format import ADMISSION, TOKENS, TRACE, WITH_ROUTES, checksum, unpack
+from areal_lite.run_dir.store_format import ADMISSION, TOKENS, TRACE, WITH_ROUTES, checksum
 from areal_lite.trajectory import GroupState
 
 # Rows that are read at once into columns.
@@ -157,15 +157,6 @@ class ColumnReader(RunReader):
         """Begin a transaction: every query until `close` sees this moment."""
         self._execute("BEGIN")
         next(self._query("SELECT count(*) FROM sqlite_schema"))
-
-    def samples(self, group_id: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield tokens, int32 [L], and log-probs, float32 [L], of the group's kept trajectories."""
-        for length, tokens, logprobs in self._query(
-            f"SELECT n_tokens, tokens, logprobs FROM trajectories JOIN sequences USING ({TRACE}) "
-            "WHERE group_id = ? ORDER BY sample_index, trace_index",
-            (group_id,),
-        ):
-            yield unpack(tokens, np.int32, length), unpack(logprobs, np.float32, length)
 
     def rows_to_check(self) -> Iterator[dict[str, Any]]:
         """Yield each trajectory with its routes, packed, as `check_sums` and `from_row` take it."""

@@ -15,13 +15,13 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -96,14 +96,15 @@ class Broadcast:
             recipients.run_together(other.leave)
             return
         recipients.run_together(self.join)
-        stream = with_last(map(flatten, buckets))
+        stream = pairwise(chain(map(flatten, buckets), [None]))
         first = next(stream)  # gathered and flattened before the pause
         with pause(recipients) as window:
             recipients.post("/begin_weight_update", {})
             with ThreadPoolExecutor(1) as wire:
                 sending: Future[None] | None = None
                 # Each round gathers a bucket while another is on the wire.
-                for bucket, last in chain([first], stream):
+                for bucket, following in chain([first], stream):
+                    last = following is None
                     send = partial(
                         self.send,
                         bucket,
@@ -156,16 +157,6 @@ class Broadcast:
         group, self._group = self._group, None
         if group is not None:
             group.abandon(survivors)
-
-
-def with_last(buckets: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Pair each of one or more buckets with whether it is the last."""
-    iterator = iter(buckets)
-    current = next(iterator)
-    for following in iterator:
-        yield current, False
-        current = following
-    yield current, True
 
 
 class WeightGroup:

@@ -15,12 +15,31 @@ from typing import Any
 import numpy as np
 
 from areal_lite.run_dir.reader import RunReader
-from areal_lite.tools.diagnose.failures import UNLIKELY, probability, repeated_samples, samples_of
+from areal_lite.run_dir.store_format import TRACE, unpack
 from areal_lite.tools.report.run_data import Columns, read_columns
-from areal_lite.tools.store_columns import ColumnReader
 
 _BATCHES = 5  # pairs of alike batches that are compared token by token
+_GROUPS = 100  # whose samples are compared
+UNLIKELY = -20.0  # a chance of 2e-9, in nats
 _MASKED = ("masked_truncated", "masked_overdue", "masked_nonfinite")
+
+
+class SampleReader(RunReader):
+    """A reader of the tokens of groups."""
+
+    def arrays(self, group_id: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield tokens, int32 [L], and log-probs, float32 [L], of the group's kept trajectories."""
+        for length, tokens, logprobs in self._query(
+            f"SELECT n_tokens, tokens, logprobs FROM trajectories JOIN sequences USING ({TRACE}) "
+            "WHERE group_id = ? ORDER BY sample_index, trace_index",
+            (group_id,),
+        ):
+            yield unpack(tokens, np.int32, length), unpack(logprobs, np.float32, length)
+
+    def samples(self, group: int) -> Iterator[tuple[bytes, float]]:
+        """Yield the tokens of each sample of a group and its log-probability, in nats."""
+        for tokens, logprobs in self.arrays(group):
+            yield tokens.tobytes(), float(np.nansum(logprobs.astype(np.float64)))
 
 
 def check_run(store: Path, metrics: list[dict], groups_per_step: int) -> int:
@@ -85,7 +104,7 @@ def repeated_batch(columns: Columns, store: Path) -> str | None:
         and np.array_equal(columns.sampled[before], columns.sampled[after])
         and np.array_equal(columns.reward[before], columns.reward[after], equal_nan=True)
     ]
-    with closing(ColumnReader(store)) as reader:
+    with closing(SampleReader(store)) as reader:
         for number in alike[-_BATCHES:]:
             before, after = (np.unique(columns.group[rows[n]]) for n in (number - 1, number))
             equal, chance = _compare(reader, before.tolist(), after.tolist())
@@ -172,16 +191,48 @@ def _near(reported: tuple[float, float], stored: tuple[float, float]) -> bool:
     return reported[0] == stored[0] and bool(np.isclose(reported[1], stored[1], atol=1e-9))
 
 
-def _compare(reader: ColumnReader, one: list[int], two: list[int]) -> tuple[bool, float]:
+def _compare(reader: SampleReader, one: list[int], two: list[int]) -> tuple[bool, float]:
     """Return whether two batches have equal tokens, and the log-probability of the second."""
     if len(one) != len(two):
         return False, 0.0
     chance = 0.0
     for before, after in zip(one, two, strict=True):
-        for (tokens, _), (others, logprob) in zip(
-            samples_of(reader, before), samples_of(reader, after)
-        ):
+        for (tokens, _), (others, logprob) in zip(reader.samples(before), reader.samples(after)):
             if tokens != others:
                 return False, 0.0
             chance += logprob
     return True, chance
+
+
+def repeated_samples(columns: Columns, store: Path) -> str | None:
+    """Find a group whose samples are the same although that is unlikely.
+
+    Groups whose tokens are not kept are left out.
+    """
+    used = np.flatnonzero((columns.step >= 0) & columns.kept)
+    groups, first, size = np.unique(columns.group[used], return_index=True, return_counts=True)
+    shortest = np.minimum.reduceat(columns.sampled[used], first) if len(used) else first
+    longest = np.maximum.reduceat(columns.sampled[used], first) if len(used) else first
+    alike = np.flatnonzero((size > 1) & (shortest == longest))[-_GROUPS:]
+    found: list[tuple[int, int, float]] = []
+    with closing(SampleReader(store)) as reader:
+        for index in alike.tolist():
+            samples = list(reader.samples(int(groups[index])))
+            # A run may have removed the tokens meanwhile.
+            chance = (len(samples) - 1) * samples[0][1] if samples else 0.0
+            if len({tokens for tokens, _ in samples}) == 1 and chance < UNLIKELY:
+                found.append((index, len(samples), chance))
+    if not found:
+        return None
+    index, samples, chance = found[0]
+    step = int(columns.step[used][first[index]]) + 1
+    return (
+        f"{len(found)} of the newest {len(alike)} groups of equal lengths have equal samples; "
+        f"group {groups[index]} of step {step}: {samples} times the same tokens, "
+        f"{probability(chance)}"
+    )
+
+
+def probability(chance: float) -> str:
+    """Write a log-probability, in nats, as a power of ten."""
+    return f"which has a probability of 1e{chance / np.log(10):.0f} by chance"

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from areal_lite.config.help import show
-from areal_lite.run_dir.store_format import NOT_KEPT
 from areal_lite.tools.commands import DiagnoseConfig, existing_run
 from areal_lite.tools.diagnose import failures, learning, signals, speed
 from areal_lite.tools.diagnose.history import Advice, History, Severity, limit, read_history
@@ -54,8 +53,6 @@ def diagnosis_text(run: History) -> str:
     findings = diagnose(run)
     state = "going on" if run.running else "ended"
     steps = f"{run.run_dir}: {state}, step {run.step} of {run.config.trainer.steps}"
-    if removed := run.columns.groups_without_tokens:
-        steps += f"\n{NOT_KEPT}: {removed:,} groups, which are not compared token by token"
     if not findings:
         few = len(run.metrics) < limit("recent_steps")
         note = " (few steps: most checks need more)" if few else ""

@@ -1,25 +1,11 @@
-"""Findings about failures and hangs, and about samples of a group that are the same.
-
-Equal samples are a fault only if they are unlikely: equal tokens of probability p have it again by
-chance with probability p. The tokens of at most `_GROUPS` groups are read, so memory stays bounded.
-"""
-
-from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
+"""Findings about failures and hangs, and about samples of a group that are the same."""
 
 import numpy as np
 
 from areal_lite.run_dir.controller_status import TrainerPhase, read_status
-from areal_lite.run_dir.paths import CONTROLLER_STATUS_FILE, QUARANTINE_FILE, STORE_FILE
+from areal_lite.run_dir.paths import CONTROLLER_STATUS_FILE, QUARANTINE_FILE
 from areal_lite.system.files import read_json
 from areal_lite.tools.diagnose.history import History, Sign, alarm, finding, hint, limit
-from areal_lite.tools.report.run_data import Columns
-from areal_lite.tools.store_columns import ColumnReader
-
-_GROUPS = 100
-# A chance of 2e-9, in nats.
-UNLIKELY = -20.0
 
 
 @finding(
@@ -165,54 +151,23 @@ def _failures(run: History, key: str, mark: str) -> Sign | None:
     return alarm(text) if share > limit("failures_alarm") else hint(text)
 
 
-def repeated_samples(columns: Columns, store: Path) -> str | None:
-    """Find a group whose samples are the same although that is unlikely.
-
-    Groups whose tokens are not kept are left out.
-    """
-    used = np.flatnonzero((columns.step >= 0) & columns.kept)
-    groups, first, size = np.unique(columns.group[used], return_index=True, return_counts=True)
-    shortest = np.minimum.reduceat(columns.sampled[used], first) if len(used) else first
-    longest = np.maximum.reduceat(columns.sampled[used], first) if len(used) else first
-    alike = np.flatnonzero((size > 1) & (shortest == longest))[-_GROUPS:]
-    found: list[tuple[int, int, float]] = []
-    with closing(ColumnReader(store)) as reader:
-        for index in alike.tolist():
-            samples = list(samples_of(reader, int(groups[index])))
-            # A run may have removed the tokens meanwhile.
-            chance = (len(samples) - 1) * samples[0][1] if samples else 0.0
-            if len({tokens for tokens, _ in samples}) == 1 and chance < UNLIKELY:
-                found.append((index, len(samples), chance))
-    if not found:
-        return None
-    index, samples, chance = found[0]
-    step = int(columns.step[used][first[index]]) + 1
-    return (
-        f"{len(found)} of the newest {len(alike)} groups of equal lengths have equal samples; "
-        f"group {groups[index]} of step {step}: {samples} times the same tokens, "
-        f"{probability(chance)}"
-    )
-
-
-def samples_of(reader: ColumnReader, group: int) -> Iterator[tuple[bytes, float]]:
-    """Yield the tokens of each sample of a group and its log-probability, in nats."""
-    for tokens, logprobs in reader.samples(group):
-        yield tokens.tobytes(), float(np.nansum(logprobs.astype(np.float64)))
-
-
-def probability(chance: float) -> str:
-    """Write a log-probability, in nats, as a power of ten."""
-    return f"which has a probability of 1e{chance / np.log(10):.0f} by chance"
-
-
 @finding(
     "A seed does not reach the samples",
-    flag="the samples of a group are equal although the policy makes that unlikely",
+    flag="hardly a second completion of a prompt, in groups whose repetition has less than a "
+    "probability of 2e-9 by chance",
     cause="each request is sampled with the same seed",
     change="remove a fixed seed from the requests of `rollout.workflow` and from `server.args`",
 )
 def lost_seed(run: History) -> Sign | None:
-    if not len(run.columns):
+    share, entropy = run.recent("distinct_share"), run.recent("entropy")
+    size = run.config.rollout.group_size
+    if size < 2 or not (len(share) and len(entropy)) or share.mean() * size > limit("repeated"):
         return None
-    fault = repeated_samples(run.columns, run.run_dir / STORE_FILE)
-    return alarm(fault) if fault else None
+    length = run.recent("tokens").sum() / run.recent("trajectories").sum()
+    nats = float(entropy.mean() * length)
+    if nats * (size - 1) < limit("unlikely"):
+        return None
+    return alarm(
+        f"{share.mean() * size:.2f} different completions in a group of {size}, and a completion "
+        f"has {nats:.0f} nats of entropy"
+    )

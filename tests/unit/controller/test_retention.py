@@ -33,24 +33,24 @@ def checkpoint(run_dir: Path, step: int) -> None:
 
 
 def retained(run_dir: Path, store: Store, max_gib: float | None, queue=None, running=()) -> dict:
-    """Run it after a step, until the size is known; return the metrics."""
+    """Run it after a step until the size is known; return its MiB."""
     config = TrainConfig(model="m", run_dir=str(run_dir))
     config.store.max_gib = max_gib
-    batches = SimpleNamespace(queue=queue or GroupQueue(4), store_size={})
+    batches = SimpleNamespace(queue=queue or GroupQueue(4), store_mib=0.0)
     dispatcher = SimpleNamespace(running=set(running))
 
-    async def run() -> dict[str, float]:
+    async def run() -> float:
         thread = StoreThread(store)
         retention = Retention(config, thread, dispatcher, batches)
-        retention.on_step([39])
+        retention.on_step()
         task = asyncio.create_task(retention.run())
-        while not batches.store_size:
+        while not batches.store_mib:
             await asyncio.sleep(0.005)
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
         await thread.submit(lambda _: None)
-        return batches.store_size
+        return batches.store_mib
 
     return asyncio.run(asyncio.wait_for(run(), 30))
 
@@ -60,7 +60,7 @@ def test_it_trims_to_the_bound_and_keeps_what_a_resume_needs(tmp_path: Path, cap
     checkpoint(tmp_path, 36)
     checkpoint(tmp_path, 38)
     size = retained(tmp_path, store, 0.3 / 1024)
-    assert size["store_mib"] <= 0.3 and 3 < size["store_bytes_per_token"] < 8
+    assert size <= 0.3
     kept = with_tokens(store)
     assert kept[-5:] == [36, 37, 38, 39, 40] and 0 not in kept
     assert not caplog.records
@@ -70,7 +70,7 @@ def test_it_says_once_what_keeps_the_store_above_its_bound(tmp_path: Path, caplo
     store = filled(tmp_path)
     size = retained(tmp_path, store, 0.001 / 1024)
     assert with_tokens(store) == list(range(41)), "without a checkpoint all steps are done again"
-    assert size["store_mib"] > 0.5
+    assert size > 0.5
     (record,) = caplog.records
     assert "more than store.max_gib" in record.message and "save checkpoints" in record.message
 
@@ -78,7 +78,7 @@ def test_it_says_once_what_keeps_the_store_above_its_bound(tmp_path: Path, caplo
 def test_without_a_bound_it_only_measures(tmp_path: Path) -> None:
     store = filled(tmp_path)
     checkpoint(tmp_path, 39)
-    assert retained(tmp_path, store, None)["store_mib"] * MIB == pytest.approx(
+    assert retained(tmp_path, store, None) * MIB == pytest.approx(
         store._pragma("page_count") * store._pragma("page_size")
     )
     assert with_tokens(store) == list(range(41))

@@ -18,7 +18,6 @@ from areal_lite.cpu.memory.transport import take_turns
 from areal_lite.servers.client import ServerError, ServersFailed
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.sglang_plugins.weight_group import CollectiveError
-from areal_lite.weights.broadcast import with_last
 from areal_lite.weights.push import Folder, Pusher, WeightPusher, make_pusher
 from areal_lite.weights.recipients import PauseWindow, PushRecipients, PushReport
 
@@ -148,14 +147,6 @@ def test_the_cache_is_flushed_only_when_nothing_runs_on_it():
         PauseWindow(recipients(), mode, 5).flush_cache
         for mode in ("in_place", "retract", "abort", "none")
     ] == [False, True, True, True]
-
-
-def test_last_bucket_is_marked():
-    assert [last for _, last in with_last([[("a", None)], [("b", None)], [("c", None)]])] == [
-        False,
-        False,
-        True,
-    ]
 
 
 def test_a_bucket_is_gathered_while_another_is_sent(answers, tmp_path, monkeypatch):

@@ -8,8 +8,6 @@ import pytest
 
 from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.store import Store
-from areal_lite.tools.diagnose.diagnosis import diagnosis_text
-from areal_lite.tools.diagnose.history import Severity, read_history
 from areal_lite.tools.report.run_data import read_columns
 from areal_lite.trajectory import Group, Trajectory
 from benchmarks.staleness import checks
@@ -100,14 +98,6 @@ def write_run(
     return run_dir
 
 
-def evidence(run_dir: Path, name: str) -> str:
-    """Return the evidence of a finding, an alarm."""
-    found = findings(run_dir)
-    assert name in found, found
-    assert found[name].severity is Severity.ALARM
-    return found[name].evidence
-
-
 def test_a_sound_run_has_no_findings(tmp_path: Path) -> None:
     assert not findings(write_run(tmp_path / "run", batches()))
     assert not findings(write_run(tmp_path / "files", batches(), "data.source=jsonl"))
@@ -136,9 +126,8 @@ def test_steps_whose_tokens_are_not_kept_are_not_compared(tmp_path: Path) -> Non
     store = Store(run_dir / "trajectories.sqlite")
     store.trim(1, since=12)
     store.close()
-    assert not findings(run_dir)
-    text = diagnosis_text(read_history(run_dir))
-    assert f"tokens not kept (store.max_gib): {12 * GROUPS} groups" in text
+    columns, path = read_columns(store._path), store._path
+    assert checks.repeated_samples(columns, path) is checks.repeated_batch(columns, path) is None
 
 
 def test_a_certain_policy_may_repeat_itself(tmp_path: Path) -> None:
@@ -151,8 +140,8 @@ def test_a_certain_policy_may_repeat_itself(tmp_path: Path) -> None:
                 same.behavior_logprobs = np.full_like(same.behavior_logprobs, -1e-3)
                 members[index] = same
     run_dir = write_run(tmp_path / "run", data)
-    assert "lost_seed" not in findings(run_dir)
     store = run_dir / "trajectories.sqlite"
+    assert checks.repeated_samples(read_columns(store), store) is None
     assert checks.repeated_batch(read_columns(store), store) is None
 
 
@@ -188,8 +177,10 @@ def test_samples_of_a_group_that_no_seed_told_apart(tmp_path: Path) -> None:
     for step in (4, 25):
         first = max(data[step][2], key=lambda t: len(t.tokens))
         data[step][2] = [copied(first, step * GROUPS + 2, index) for index in range(SIZE)]
-    found = evidence(write_run(tmp_path / "run", data), "lost_seed")
-    assert "2 of the newest" in found and "group 18 of step 5: 3 times the same tokens" in found
+    store = write_run(tmp_path / "run", data) / "trajectories.sqlite"
+    found = checks.repeated_samples(read_columns(store), store)
+    assert found and "2 of the newest" in found
+    assert "group 18 of step 5: 3 times the same tokens" in found
 
 
 def test_prompts_that_come_again_and_their_order(tmp_path: Path) -> None:

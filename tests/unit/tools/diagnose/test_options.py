@@ -30,6 +30,15 @@ BALANCED = {"groups/sums": 12, "groups/words": 4}
 # the records, or in the settings.
 CASES: list[tuple[str, Severity, list[str], dict[str, Any], str, dict[str, Any]]] = [
     (
+        "lost_seed",
+        ALARM,
+        [],
+        {"distinct_share": 0.13},
+        "1.04 different completions in a group of 8, and a completion has 40 nats",
+        {"entropy": 0.02},  # a certain policy repeats itself
+    ),
+    ("lost_seed", ALARM, [], {"distinct_share": 0.15}, "1.20 different", {"distinct_share": 0.16}),
+    (
         "faint_adapters",
         HINT,
         LORA,
@@ -125,7 +134,6 @@ def test_a_failure_is_the_only_finding_until_it_is_mended(
 def test_every_finding_is_tested() -> None:
     others = {"stalled", "ended_early", "falling_accuracy", "mixed_evaluations", "restarted"}
     others |= {"quarantine"}  # test_findings.py
-    others |= {"lost_seed"}  # test_integrity.py
     others |= {"no_signal"}  # test_signals.py
     tested = {case[0] for case in (*CASES, *test_findings.CASES)}
     assert tested | others == {advice.name for advice in GUIDE}
