@@ -23,9 +23,9 @@ from matplotlib.figure import Figure
 from areal_lite.run_dir.paths import REPORT_FILE
 from areal_lite.system.files import write_atomically
 from areal_lite.tools.report.charts import learning_charts, speed_charts
-from areal_lite.tools.report.run_data import Columns, RunData, load_run
-from areal_lite.tools.report.summary import count_facts, first_started, headline
-from areal_lite.tools.report.timeline import Pauses, pushes_of, segment_spans, time_edges
+from areal_lite.tools.report.run_data import RunData, load_run
+from areal_lite.tools.report.summary import count_facts, headline
+from areal_lite.tools.report.timeline import build_windows, time_edges
 
 _GREY = "#718096"
 # Neighbors are far apart in hue, so that a change of version is visible.
@@ -44,7 +44,7 @@ _STYLE: dict[Any, Any] = {
 # As many characters of 12.5 points fit on the page.
 _HEADLINE_CHARACTERS = 165
 _THROUGHPUT_BINS = 60
-_TIMELINE_ROWS = 90
+_TIMELINE_ROWS = 100
 # Shares of the width that a label in the strip needs: "version 25", "v25".
 _LONG_LABEL = 0.06
 _SHORT_LABEL = 0.025
@@ -122,72 +122,48 @@ def _show_empty(axes: Axes) -> None:
 
 
 def _draw_timeline(axes: Axes, run: RunData) -> None:
-    """Draw trajectories from the middle of the run, and the pushes that interrupted them."""
-    columns, paused, origin = run.columns, pushes_of(run.metrics), first_started(run)
-    chosen = middle_trajectories(columns, len(paused), _TIMELINE_ROWS)
-    axes.set(xlabel="seconds since the first trajectory", yticks=[])
-    title = f"{len(chosen)} trajectories from the middle of the run: one bar each, colored by the "
-    axes.set_title(f"{title}weight version that sampled it", pad=30)
+    """Draw trajectories from the middle, and the pushes that interrupted them."""
+    windows = build_windows(run.columns, run.metrics)
+    title = "Trajectories, one bar each, colored by the weight version that sampled them"
+    axes.set_title(title, pad=30)
     note = "black line and gap: a weight push pauses generation"
     axes.set_title(note, loc="right", pad=30, fontsize=11, fontweight="normal", color=_GREY)
     axes.spines["left"].set_visible(False)
-    if not len(chosen) or origin is None:
+    if not windows:
         _show_empty(axes)
         return
-    first = float(columns.started[chosen[0]]) - origin
-    # A few long trajectories would squeeze all others.
-    last = float(np.quantile(columns.finished[chosen], 0.97)) - origin
-    margin = 0.01 * (last - first)
-    left, right = first - margin, last + margin
-    axes.set_xlim(left, right)
-    axes.set_ylim(len(chosen), -0.5)
-    for row, index in enumerate(chosen.tolist()):
-        life = float(columns.started[index]), float(columns.finished[index])
-        for version, start, end in segment_spans(*life, columns.segments(index), paused):
-            bar = [(start - origin, end - start)]
-            axes.broken_barh(bar, (row + 0.1, 0.8), color=_color(version), linewidth=0)
-    pauses = {v: (at - origin, at - origin + pause_s) for v, (at, pause_s) in paused.items()}
-    visible = {v: span for v, span in pauses.items() if left <= span[0] <= right}
-    for start, end in visible.values():
+    window = windows[len(windows) // 2]
+    bars = window["bars"][:: 1 + len(window["bars"]) // _TIMELINE_ROWS]
+    axes.set(xlabel=f"{window['name']}, seconds since the first trajectory", yticks=[])
+    axes.set_xlim(window["start"], window["end"])
+    axes.set_ylim(len(bars), -0.5)
+    for row, bar in enumerate(bars):
+        for version, start, end in bar["spans"]:
+            span = [(start, end - start)]
+            axes.broken_barh(span, (row + 0.1, 0.8), color=_color(version), linewidth=0)
+    for _, start, end in window["pushes"]:
         # Cover the bars where no server samples. The line marks a pause shorter than a pixel, too.
         axes.axvspan(start, end, facecolor="#edf2f7", zorder=2.5)
         axes.axvline(start, color="black", linewidth=0.9, zorder=3)
-    before = max((v for v, span in pauses.items() if span[0] < left), default=0)
-    _label_versions(axes, visible, before, left, right)
+    _label_versions(axes, window)
 
 
-def _label_versions(axes: Axes, pauses: Pauses, before: int, left: float, right: float) -> None:
-    """Draw a strip above the bars: the version that the servers have, in its color.
-
-    `before` is the version before the first of `pauses`.
-    """
-    if not pauses:
+def _label_versions(axes: Axes, window: Mapping[str, Any]) -> None:
+    """Draw a strip above the bars: the version that the servers have, in its color."""
+    pushes, seconds = window["pushes"], window["end"] - window["start"]
+    if not pushes:
         return
-    versions = sorted(pauses)
-    starts = [(before, left), *((v, pauses[v][1]) for v in versions)]
-    ends = [*(pauses[v][0] for v in versions), right]
+    starts = [(pushes[0][0] - 1, window["start"]), *((v, end) for v, _, end in pushes)]
+    ends = [*(start for _, start, _ in pushes), window["end"]]
     transform = axes.get_xaxis_transform()
     strip = {"transform": transform, "clip_on": False}
     style = {"ha": "center", "va": "center", "fontsize": 9, "color": "white", "weight": "bold"}
     for (version, start), end in zip(starts, ends, strict=True):
         width = end - start
         axes.broken_barh([(start, width)], (1.008, 0.026), color=_color(version), **strip)
-        if width > _SHORT_LABEL * (right - left):
-            name = "version " if width > _LONG_LABEL * (right - left) else "v"
+        if width > _SHORT_LABEL * seconds:
+            name = "version " if width > _LONG_LABEL * seconds else "v"
             axes.text((start + end) / 2, 1.02, f"{name}{version}", transform=transform, **style)
-
-
-def middle_trajectories(columns: Columns, pushes: int, count: int) -> np.ndarray:
-    """Choose up to `count` trajectories from the middle of a run with so many pushes: int64.
-
-    They are ordered by their start. If more than `count` trajectories started during four pushes,
-    the choice is evenly spaced among those. Otherwise it is `count` trajectories that started one
-    after the other.
-    """
-    ordered = np.argsort(columns.started, kind="stable")
-    span = min(len(ordered), max(count, 4 * len(ordered) // max(1, pushes)))
-    first = (len(ordered) - span) // 2
-    return ordered[first + np.arange(count) * span // count] if span >= count else ordered
 
 
 def _color(version: int) -> str:

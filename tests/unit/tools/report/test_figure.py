@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from areal_lite.tools.report.charts import learning_charts, smooth
-from areal_lite.tools.report.figure import draw_chart, middle_trajectories, write_report
+from areal_lite.tools.report.figure import draw_chart, write_report
 from areal_lite.tools.report.run_data import load_run
 from areal_lite.tools.report.timeline import pushes_of, segment_spans, tokens_per_s
 from tests.unit.tools.report.synthetic_run import T0, hand_made, simulate
@@ -62,20 +62,6 @@ def test_the_integral_of_the_generation_rate_is_the_tokens():
         and rate[15] == pytest.approx(12.0)
         and rate[-1] == pytest.approx(2.0)
     )
-
-
-def test_the_middle_of_a_run_is_in_order_and_without_repetition():
-    columns = SimpleNamespace(started=np.arange(1000.0)[::-1])
-    # 100 trajectories per push: four pushes' worth is 400.
-    starts = columns.started[middle_trajectories(columns, 10, 90)].tolist()
-    assert (
-        len(set(starts)) == 90
-        and starts == sorted(starts)
-        and starts[0] == 300.0
-        and 690 < starts[-1] < 700
-    )
-    columns.started = columns.started[:50]
-    assert len(middle_trajectories(columns, 1, 90)) == 50
 
 
 def test_a_run_killed_within_a_push_has_the_pushes_it_logged(tmp_path):
