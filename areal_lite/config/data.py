@@ -73,10 +73,10 @@ class RewardConfig:
     function: str = setting(
         "",
         "module:function, called as f(completion: str, answer: str) -> float. It may be async. A "
-        "parameter info gets the other fields of the row.",
+        "parameter info gets the other fields of the row. For a judge: module:rubric.md.",
     )
     workers: int = setting(1, "Processes that run the function.", within=(1, 1024))
-    timeout_s: float = setting(15.0, "Longest time for one reward, in seconds.", within=SECONDS)
+    timeout_s: float = setting(15.0, "Seconds for a reward, or a judge's answer.", within=SECONDS)
 
 
 @dataclass

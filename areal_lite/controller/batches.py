@@ -27,7 +27,7 @@ from areal_lite.config import TrainConfig
 from areal_lite.controller.buffer import BatchAssignment, GroupQueue, ReplayBuffer
 from areal_lite.controller.dispatcher import Dispatcher
 from areal_lite.controller.protocol import Answer, BatchReady, PullBatch, Resync
-from areal_lite.controller.sources import of_source
+from areal_lite.controller.sources import judge_facts, of_source
 from areal_lite.run_dir.store import Store, StoreThread
 from areal_lite.servers.fleet import Fleet
 from areal_lite.trajectory import FinishReason, Group, Trajectory, episode_reward
@@ -282,6 +282,7 @@ class Batches:
             "passed_groups": batch.passed,
             "queue_depth": len(queue),
             **self.dispatcher.facts(),
+            **judge_facts(self.dispatcher.sources),
             "straggler_wait_s": 0.0 if held_since is None else now - held_since,
             "wait_s": now - started,
             "loop_lag_p99_s": self.lag.take_p99(),

@@ -158,7 +158,7 @@ class Dispatcher:
         assert dependencies.store is not None
         rollout = config.rollout
         self._config = config
-        self._sources = dependencies.sources
+        self.sources = dependencies.sources
         self._store = dependencies.store
         self._clock = dependencies.clock
         self._deliver = deliver
@@ -170,11 +170,11 @@ class Dispatcher:
         self.running: set[int] = set()
         self._players: dict[str, Player] = {}
         self._params: dict[str, SamplingParams] = {}
-        for name, source in self._sources.items():
+        for name, source in self.sources.items():
             on_end = self._on_rollout_end
             self._players[name] = Player(source, dependencies, fleet, self.counts, on_end)
             self._params[name] = _sampling(source, dependencies)
-        self.sampler = prompt_sampler(self._sources)
+        self.sampler = prompt_sampler(self.sources)
         self.quarantine = dependencies.quarantine
         self._curriculum = Curriculum(self.sampler, rollout.retire_above, rollout.rest_unsolved)
         self._batch_groups = config.trainer.batch_groups
@@ -275,7 +275,7 @@ class Dispatcher:
         return submission
 
     async def _run_group(self, submission: _Submission) -> None:
-        prompt = await drawn_prompt(self._sources, submission.prompt_index)
+        prompt = await drawn_prompt(self.sources, submission.prompt_index)
         if not submission.again:
             await self._store.submit(
                 Store.admit,
@@ -322,7 +322,7 @@ class Dispatcher:
         texts = [text for rollout in rollouts for text in rollout.texts]
         self._curriculum.record(submission.prompt_index, group.rewards, submission.drawn)
         try:
-            source = self._sources[prompt.source]
+            source = self.sources[prompt.source]
             filtered = await first_reason(self._config.rollout.filters, group, source)
         except TaskFailed as error:
             await self._drop_empty(submission, f"filter: {error}")

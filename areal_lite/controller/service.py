@@ -356,7 +356,7 @@ def status_line(status: ControllerStatus) -> str:
 async def serve(run_dir: Path, trainer_runs: bool = False) -> None:
     """Run the controller until `Finish`. SIGTERM cancels it. Raises the error of any part."""
     config = load_config(run_dir)
-    async with open_sources(config) as sources:
+    async with open_sources(config, run_dir) as sources:
         store = Store(run_dir / STORE_FILE)
         store_thread = StoreThread(store)
         client = SGLangClient(config.sync.health_timeout_s)

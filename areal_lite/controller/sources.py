@@ -4,21 +4,25 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from areal_lite.config import TrainConfig, naming, source_configs
-from areal_lite.config.data import Sampled, weight_of
+from areal_lite.config.data import RewardConfig, Sampled, weight_of
 from areal_lite.data.prompts import Prompt, PromptSet, Split, load_prompts
 from areal_lite.data.sampler import PromptSampler, SourceOrder
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.rewards.pool import RewardPool
+from areal_lite.rewards.pool import JudgePool, RewardPool
+from areal_lite.rewards.worker import is_rubric, load_reward_function
 from areal_lite.rollout.episode import Episode, Played, Workflow, is_grouped, play, single_turn
 from areal_lite.rollout.pool import EpisodePool, needs_workers
 from areal_lite.rollout.worker import Play
-from areal_lite.run_dir.paths import QUARANTINE_FILE
+from areal_lite.run_dir.paths import JUDGE_FILE, QUARANTINE_FILE
 from areal_lite.run_dir.store import StoreThread
 from areal_lite.servers.client import SamplingParams
 from areal_lite.servers.fleet import Fleet, Session
@@ -51,6 +55,17 @@ class Source:
             return await self.episodes.prompt(split, index)
         return prompts[index]
 
+    async def score(self, completion: str, prompt: Prompt, begun: Callable[[], None]) -> float:
+        """Return the reward of an answer; `begun` is as in `JudgePool`. Raises TaskFailed."""
+        if not isinstance(self.rewards, JudgePool):
+            return await self.rewards.score(completion, prompt.answer, prompt.info)
+        turns = prompt.messages
+        said = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns) or prompt.text
+        asked = str(turns[0]["content"]) if len(turns) == 1 else said
+        values = {f"info.{name}": str(value) for name, value in prompt.info.items()}
+        values |= {"prompt": asked, "completion": completion, "answer": prompt.answer}
+        return await self.rewards.verdict(values, begun)
+
 
 @dataclass(slots=True)
 class RemotePrompts:
@@ -64,7 +79,7 @@ class RemotePrompts:
 
 
 @asynccontextmanager
-async def open_sources(config: Sampled) -> AsyncIterator[dict[str, Source]]:
+async def open_sources(config: Sampled, run_dir: Path) -> AsyncIterator[dict[str, Source]]:
     """Load the prompts and start the reward processes of each source, by its name.
 
     Sources with the same reward share its processes, which end with the block. Raises ValueError
@@ -80,7 +95,7 @@ async def open_sources(config: Sampled) -> AsyncIterator[dict[str, Source]]:
                 reward = own.reward
                 same = (s.rewards for s in sources.values() if s.config.reward == reward)
                 rewards = next(same, None) or await pools.enter_async_context(
-                    RewardPool(reward.function, reward.workers, reward.timeout_s)
+                    _reward_pool(reward, run_dir)
                 )
                 episodes = None
                 if needs_workers(own):
@@ -100,6 +115,13 @@ async def open_sources(config: Sampled) -> AsyncIterator[dict[str, Source]]:
                     episodes=episodes,
                 )
         yield sources
+
+
+def _reward_pool(config: RewardConfig, run_dir: Path) -> RewardPool:
+    if not is_rubric(config.function):
+        return RewardPool(config.function, config.workers, config.timeout_s)
+    judge: Any = load_reward_function(config.function)
+    return judge(config.workers, config.timeout_s, run_dir / JUDGE_FILE)
 
 
 def prompt_sampler(sources: Mapping[str, Source]) -> PromptSampler:
@@ -132,6 +154,21 @@ async def drawn_prompt(sources: Mapping[str, Source], index: int) -> Prompt:
 def of_source(key: str, source: str) -> str:
     """Return the name of a metric of one data source; `key` itself for one without a name."""
     return f"{key}/{source}" if source else key
+
+
+def judge_facts(sources: Mapping[str, Source]) -> dict[str, float]:
+    """Return what the judges did since the last call, for a step's metrics; {} without judges."""
+    pools = {source.rewards for source in sources.values()}
+    if not (judges := [pool for pool in pools if isinstance(pool, JudgePool)]):
+        return {}
+    counts = sum((judge.counts for judge in judges), Counter[str]())
+    seconds = [value for judge in judges for value in judge.seconds]
+    for judge in judges:
+        judge.counts, judge.seconds = Counter(), []
+    p50_s, p99_s = np.percentile(seconds or [np.nan], [50, 99]).tolist()
+    names = ("calls", "failed", "cached", "tokens")
+    facts = {f"judge_{name}": counts[name] for name in names}
+    return {**facts, "judge_p50_s": p50_s, "judge_p99_s": p99_s}
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +260,8 @@ class Dependencies:
 class Player:
     """Plays and scores episodes of one data source, in its worker processes or here.
 
-    `counts` gets `workflow_failures` and `reward_failures`. `on_end` is called when a rollout ends.
+    `counts` gets `workflow_failures` and `reward_failures`. `on_end` is called when a rollout ends,
+    or only waits for a judge.
     """
 
     source: Source
@@ -301,9 +339,10 @@ class Player:
 
     async def _finish(self, episode: Episode, result: Played | str | TaskFailed) -> Rollout:
         """Score a result, count a failure, and report the end of the rollout."""
-        try:
+        with ExitStack() as place:
+            place.callback(self.on_end)
             if isinstance(result, Played):
-                return await self._scored(episode, result)
+                return await self._scored(episode, result, place.close)
             failure = result if isinstance(result, str) else f"workflow: {result}"
             reason = getattr(result, "reason", "")
             self._count_failure(episode, "workflow", failure)
@@ -312,15 +351,12 @@ class Player:
                 timed_out=reason == "timeout",
                 is_hazard=reason in ("timeout", "died"),
             )
-        finally:
-            self.on_end()
 
-    async def _scored(self, episode: Episode, played: Played) -> Rollout:
+    async def _scored(self, episode: Episode, played: Played, begun: Callable[[], None]) -> Rollout:
         """Give all traces the reward of the last answer, unless their workflow gave rewards."""
         if played.traces[-1].reward is None:
-            prompt = episode.prompt
             try:
-                reward = await self.source.rewards.score(played.answer, prompt.answer, prompt.info)
+                reward = await self.source.score(played.answer, episode.prompt, begun)
             except TaskFailed as error:
                 failure = f"no reward: {error}"
                 self._count_failure(episode, "reward", failure)

@@ -3,6 +3,9 @@
 The time-out counts from the start of a sample's execution, however long the sample waited.
 """
 
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from areal_lite.rewards.worker import Sample
@@ -44,3 +47,21 @@ class RewardPool(WorkerPool):
     def settle(self, task: Task, reply: Done | Failed) -> None:
         self._mean_s += 0.1 * (reply.seconds - self._mean_s)
         super().settle(task, reply)
+
+
+class JudgePool(RewardPool):
+    """A judge, whose workers read what it says. `reward.function=module:rubric.md` makes one.
+
+    It is called as f(workers, timeout_s, path of a file that the run keeps). `counts` (calls,
+    failed, cached, tokens) and `seconds` describe its requests until others reset them.
+    """
+
+    counts: Counter[str]
+    seconds: list[float]
+
+    @abstractmethod
+    async def verdict(self, values: Mapping[str, str], begun: Callable[[], None]) -> float:
+        """Return the reward of an answer, given the values of the rubric's placeholders.
+
+        `begun` is called when it waits for the judge, no longer for its turn. Raises as `score`.
+        """

@@ -28,6 +28,11 @@ class Sample(msgspec.Struct, array_like=True):
     info: dict[str, Any] = {}
 
 
+def is_rubric(name: str) -> bool:
+    """Return whether `reward.function` names the rubric of a judge, not a function."""
+    return name.endswith(".md")
+
+
 RewardFunction = Callable[..., float | Awaitable[float]]
 
 
@@ -43,6 +48,8 @@ def load_reward_function(name: str) -> RewardFunction:
             "f(completion, answer) -> float, such as areal_lite.rewards.exact:exact_reward"
         )
     function = load_object("reward.function", name)
+    if is_rubric(name):
+        return function  # what makes a JudgePool
     try:
         inspect.signature(function).bind("completion", "answer", **_more(function, {}))
     except TypeError as error:

@@ -7,6 +7,7 @@ METRICS_FILE = "metrics.jsonl"  # one line per training step
 EVALS_FILE = "evals.jsonl"  # one line per evaluation
 PROXIMAL_FILE = "proximal.jsonl"  # one per step: log-probs of one group before the step
 STORE_FILE = "trajectories.sqlite"  # rollout groups and their trajectories
+JUDGE_FILE = "judge.sqlite"  # the rewards that a judge gave, by the content of the request
 SUMMARY_FILE = "summary.json"  # written at the end
 REPORT_FILE = "report.png"  # pictures of the run
 PAGE_FILE = "report.html"  # the report as a page

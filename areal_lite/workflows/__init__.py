@@ -1,1 +1,1 @@
-"""What an episode can be besides one answer: several turns, tools, agents behind an endpoint."""
+"""Episodes of more than one answer (turns, tools, agents behind an endpoint), and judges."""

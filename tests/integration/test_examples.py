@@ -22,6 +22,7 @@ EXAMPLES = (
     "data_sources",
     "distillation",
     "environment",
+    "judge",
     "mixture_of_experts",
     "openai_agent",
     "program_verifier",

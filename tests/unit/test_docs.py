@@ -30,7 +30,7 @@ FOLDERS = "areal_lite|benchmarks|conf|docs|examples|tests"
 # A path that starts at the root of the checkout, and a module or an object of it.
 PATH = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./*<>-]*\w(?:::\w+)?")
 PLACEHOLDER = re.compile(r"<\w+>")
-MODULE = re.compile(r"(?<![\w./])areal_lite(?:\.\w+)+(?::\w+)?")
+MODULE = re.compile(r"(?<![\w./])areal_lite(?:\.\w+)+(?::\w+(?![\w.]*\.md))?")
 KEY = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`")
 FILES = (".yaml", ".json", ".jsonl", ".py")  # no settings, although they look like it
 FLAGS = ("--dry-run", "--prepare", "--print", "--help", "--cfg", "job")  # not settings

@@ -17,12 +17,14 @@ from areal_lite.data.prompts import Prompt, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart import addition
 from areal_lite.workflows.endpoint.server import AgentEndpoint
+from areal_lite.workflows.judge import load_rubric, read_score
 from tests.unit.rollout.episodes import played, playing
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDERS = sorted(page.parent for page in EXAMPLES.glob("*/README.md"))
 PROBLEM = addition.Problem(47, 85, 2)
 PROMPT, ANSWER = "b4a7+B8A5=?", "x1y3z2"
+PARTS = ("train", "test")
 RIGHT = "a7+A5+0=1z2\nb4+B8+1=1y3\n#x1y3z2"
 
 
@@ -89,6 +91,22 @@ def test_the_rows_are_additions_with_a_carry(tmp_path, monkeypatch, tokenizer) -
         assert addition.prompt(problem) == row["problem"]
         assert addition.answer(problem) == row["solution"]
         assert int(a[1]) + int(b[1]) >= 10
+
+
+def test_the_rubric_reads_what_its_judge_says(tmp_path, monkeypatch) -> None:
+    rubric = load_rubric(str(EXAMPLES / "judge/rubric.md"))
+    how = json.dumps([rubric.score, rubric.words, *rubric.range])
+    assert read_score("The review is negative.", how) == 1.0
+    assert read_score("The review is positive, as", how) == 0.0
+    with pytest.raises(ValueError, match="no score"):
+        read_score("This is a classic example of", how)
+    monkeypatch.chdir(tmp_path)
+    code("judge/make_data.py")["main"]()
+    train, test = (
+        Path(f"data/{name}.jsonl").read_text().splitlines() for name in ("train", "test")
+    )
+    assert (len(train), len(test)) == (192, 64) and not set(train) & set(test)
+    assert {*json.loads(train[0])} == {"question"}
 
 
 def test_the_sums_are_right_and_those_held_out_are_never_trained_on(tmp_path, monkeypatch) -> None:

@@ -440,7 +440,14 @@ def _speed(state: RunState) -> dict[str, str]:
         "tokens": rate("tokens"),
         "trajectories": rate("trajectories"),
         "a step": _step_time(state),
+        **({"judge": _judge(state.newest)} if "judge_calls" in state.newest else {}),
     }
+
+
+def _judge(step: Mapping[str, Any]) -> str:
+    calls, cached = f"{short(step['judge_calls'])} calls", f"{short(step['judge_cached'])} known"
+    times_s = f"{_show(step, 'judge_p50_s')} to {_show(step, 'judge_p99_s')} s"
+    return f"{calls}, {cached}, {times_s}, {short(step['judge_tokens'])} tokens"
 
 
 def _off_policy(state: RunState) -> dict[str, str]:

@@ -19,6 +19,7 @@ CONDITIONAL |= {"passed_groups", "straggler_wait_s", "reference_kl", "routes_cha
 CONDITIONAL |= {"quarantined_prompts", "adapter_share", "drain_s", "extreme_ratios"}
 CONDITIONAL |= {"value", "value_error", "value_explained", "value_clip_fraction"}
 CONDITIONAL |= {"critic_loss", "critic_grad_norm", "critic_lr", "critic_skipped"}
+CONDITIONAL |= {f"judge_{x}" for x in "calls failed cached tokens p50_s p99_s".split()}
 CONDITIONAL |= {"store_mib", "traces_mean", "epochs", "resting_prompts"}
 CONDITIONAL |= {"admission_lead", "computed_share"}  # the recorded run is older
 ROOT = Path(__file__).resolve().parents[4]

@@ -386,6 +386,14 @@ def test_the_reward_of_each_data_source():
     assert (shown["  a"], shown["  b"], shown["  c"]) == ("0.25", "–", "1")
 
 
+def test_a_judge_has_a_row():
+    counts = {"judge_calls": 128, "judge_cached": 3, "judge_tokens": 13016}
+    step = {**STEP, **counts, "judge_p50_s": 1.25, "judge_p99_s": None}
+    shown = values(train_view(replace(RUN, steps=[step])))
+    assert shown["judge"] == "128 calls, 3 known, 1.25 to – s, 13k tokens"
+    assert "judge" not in values(train_view(RUN))
+
+
 def test_the_pace_leaves_out_the_first_step():
     first, second = {**STEP, "step": 1, "time_s": 60.0}, {**STEP, "step": 2}
     assert train_view(replace(RUN, steps=[first])).eta_s is None

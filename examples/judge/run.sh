@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Train a small chat model on the verdicts of a judge. Arguments are settings:
+#   bash examples/judge/run.sh trainer.steps=5
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+if ! command -v areal-lite >/dev/null; then
+  # shellcheck source=examples/setup.sh
+  . ../setup.sh
+  areal_lite_setup ../..
+fi
+
+#   CHAT_MODEL=/path/to/folder       puts the model there, or uses the one that is there
+model=${CHAT_MODEL:-../models/SmolLM2-135M-Instruct}
+[ -d "$model" ] || python ../chat_model/get_model.py "$model"
+[ -d data ] || python make_data.py
+
+# The judge is the same model before training, on a server of its own.
+python serve.py "$model" 30100 >judge.log 2>&1 &
+trap 'kill $!' EXIT
+until curl --silent --fail --output /dev/null http://127.0.0.1:30100/health; do
+  kill -0 $! || { tail judge.log >&2 && exit 1; }
+  sleep 1
+done
+
+echo "this example runs in $PWD: what it names as runs/… is there" >&2
+areal-lite train "model=$model" \
+  data.source=jsonl data.path=data/train.jsonl data.eval_path=data/test.jsonl data.answer_key= \
+  reward.function=areal_lite.workflows.judge:rubric.md reward.timeout_s=60 \
+  rollout.group_size=8 rollout.max_new_tokens=24 \
+  trainer.batch_groups=8 trainer.lr=1e-5 trainer.steps=24 "$@"

@@ -1,0 +1,19 @@
+"""Serve a model as a judge: python serve.py FOLDER PORT. It becomes an SGLang server."""
+
+import os
+import sys
+
+from areal_lite.config import ServerConfig
+from areal_lite.launch.server_pool import server_command
+
+
+def main() -> None:
+    folder, port = sys.argv[1:]
+    # The servers of a run get tokens. A judge gets text.
+    text = {"skip_tokenizer_init": False, "served_model_name": "judge"}
+    command, environment = server_command(ServerConfig(args=text), folder, int(port), seed=1)
+    os.execve(command[0], command, os.environ | environment)
+
+
+if __name__ == "__main__":
+    main()
