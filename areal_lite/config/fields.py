@@ -40,10 +40,10 @@ class Setting:
         """Return whether `value`, or each item of a list, is a choice and within the bounds."""
         if isinstance(value, list):
             return all(map(self.accepts, value))
-        if isinstance(value, str) and not _is_text(value):
-            return False
-        chosen = not self.choices or value in self.choices or (self.importable and ":" in value)
-        return chosen and (not self.within or self.within[0] <= value <= self.within[1])
+        if isinstance(value, str):
+            own = self.importable and ":" in value
+            return _is_text(value) and (not self.choices or value in self.choices or own)
+        return not self.within or self.within[0] <= value <= self.within[1]
 
     @property
     def remedy(self) -> str:

@@ -104,6 +104,7 @@ class Broadcast:
                 sending: Future[None] | None = None
                 # Each round gathers a bucket while another is on the wire.
                 for bucket, following in chain([first], stream):
+                    assert bucket is not None
                     last = following is None
                     send = partial(
                         self.send,

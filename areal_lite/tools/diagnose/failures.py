@@ -108,7 +108,7 @@ def restarted(run: History) -> Sign | None:
     "Rewards fail",
     flag="above {failures:.0%} of the trajectories; alarm: {failures_alarm:.0%}",
     cause="the reward function raises an error or takes too long",
-    change="mend `reward.function`; raise `reward.timeout_s` or `reward.workers` for time-outs; ",
+    change="mend `reward.function`; raise `reward.timeout_s` or `reward.workers` for time-outs",
 )
 def reward_failures(run: History) -> Sign | None:
     return _failures(run, "reward_failures", ": no reward: ")
