@@ -15,7 +15,7 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -96,7 +96,7 @@ class Broadcast:
             recipients.run_together(other.leave)
             return
         recipients.run_together(self.join)
-        stream = pairwise(chain(map(flatten, buckets), [None]))
+        stream: Iterator[tuple[Any, Any]] = pairwise(chain(map(flatten, buckets), [None]))
         first = next(stream)  # gathered and flattened before the pause
         with pause(recipients) as window:
             recipients.post("/begin_weight_update", {})
@@ -104,7 +104,6 @@ class Broadcast:
                 sending: Future[None] | None = None
                 # Each round gathers a bucket while another is on the wire.
                 for bucket, following in chain([first], stream):
-                    assert bucket is not None
                     last = following is None
                     send = partial(
                         self.send,

@@ -14,12 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from areal_lite.run_dir.paths import (
-    EVALS_FILE,
-    METRICS_FILE,
-    STORE_FILE,
-    SUMMARY_FILE,
-)
+from areal_lite.run_dir.paths import EVALS_FILE, METRICS_FILE, STORE_FILE, SUMMARY_FILE
 from areal_lite.system.files import write_atomically
 from areal_lite.system.network import LOOPBACK
 from areal_lite.tools.commands import ReportConfig, existing_run
