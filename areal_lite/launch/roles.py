@@ -24,11 +24,10 @@ from areal_lite.run_dir.resume import start_version, stop_requested
 from areal_lite.system.gpus import divide_gpus, gpu_environment, resolve_device, visible_gpus
 from areal_lite.system.heartbeat import ENV_HEARTBEAT
 from areal_lite.system.network import free_port
-from areal_lite.system.processes import dying_with_me, ending, visible
+from areal_lite.system.processes import dying_with_me, ending, tail
 
 _GRACE_S = 10.0
-_SHOWN_LINES = 20
-_MAX_OUTPUT_BYTES = 65536
+_OUTPUT_LINES = 1000
 
 
 class RoleFailed(RuntimeError):
@@ -47,8 +46,8 @@ class ProcessFailed(RoleFailed):
     """A process ended with an error, or hangs. The message contains the last lines of its log."""
 
     def __init__(self, role: "Role", what: str):
-        end = "\n".join(role.output().splitlines()[-_SHOWN_LINES:])
-        super().__init__(f"{what}; the end of {role.log}:\n{visible(end)}")
+        end = tail(role.log, start=role.log_start)
+        super().__init__(f"{what}; the end of {role.log}:\n{end}")
         self.role = role
         self.what = what
 
@@ -64,10 +63,8 @@ class Role:
     heartbeat: Path
 
     def output(self) -> str:
-        """Return the last 64 KiB that this process has written to its log."""
-        with open(self.log, "rb") as log:
-            log.seek(max(self.log_start, log.seek(0, os.SEEK_END) - _MAX_OUTPUT_BYTES))
-            return log.read().decode(errors="replace")
+        """Return the last lines that this process has written to its log."""
+        return tail(self.log, _OUTPUT_LINES, self.log_start)
 
 
 def start_logged(argv: list[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen:

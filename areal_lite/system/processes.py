@@ -18,6 +18,7 @@ from typing import Any
 ENV_DIE_WITH_PARENT = "AREAL_LITE_DIE_WITH_PARENT"
 _PR_SET_PDEATHSIG = 1
 LONGEST_BACK_OFF_S = 60.0
+_TAIL_BYTES = 1 << 18
 _START_S = time.time() - time.monotonic()
 _ODD = re.compile(r"[^ -~\n\t\xa0\u3000]")
 
@@ -82,11 +83,13 @@ def dying_with_me() -> dict[str, str]:
     return {ENV_DIE_WITH_PARENT: str(os.getpid())}
 
 
-def tail(path: Path, lines: int = 20) -> str:
-    """Return the last lines of a log file."""
+def tail(path: Path, lines: int = 20, start: int = 0) -> str:
+    """Return the last lines of a log file, from byte `start` on and at most 256 KiB."""
     if not path.exists():
         return "(no log)"
-    return visible("\n".join(path.read_text(errors="replace").splitlines()[-lines:]))
+    with open(path, "rb") as log:
+        log.seek(max(start, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return visible("\n".join(log.read().decode(errors="replace").splitlines()[-lines:]))
 
 
 def ending(status: int) -> str:

@@ -11,6 +11,7 @@ from areal_lite.config import TrainConfig, TrainerConfig
 from areal_lite.launch import local
 from areal_lite.launch.roles import Roles, RunMoved
 from areal_lite.system.files import write_atomically
+from areal_lite.system.processes import tail
 
 # Variables that slow a GPU down or bound its caches.
 WITHOUT_GPU = {
@@ -104,3 +105,16 @@ def test_no_file_makes_a_moved_run_directory_anew(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="run/heartbeats/trainer"):
         write_atomically(tmp_path / "run" / "heartbeats" / "trainer", "training")
     assert not (tmp_path / "run").exists()
+
+
+def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "server-0.log"
+    with open(log, "wb") as file:
+        # A hole: the whole file would not fit in memory.
+        file.truncate(2**40)
+        file.seek(0, 2)
+        file.write(b"\nearlier start\n")
+        start = file.tell()
+        file.write(b"one\ntwo\n")
+    assert tail(log, 3) == "earlier start\none\ntwo"
+    assert tail(log, 3, start) == "one\ntwo" and tail(log, 1, start) == "two"
