@@ -33,7 +33,7 @@ COMMANDS = [
     for language, body in BLOCKS
     if body.startswith("areal-lite ") and "module:name" not in body
 ]
-NAMES = re.findall(r"^\| `(areal_lite\.(?:rollout|rewards)\.\S+)`", TEXT, re.MULTILINE)
+NAMES = re.findall(r"^\| `(areal_lite\.(?:rollout|rewards|workflows)\.\S+)`", TEXT, re.MULTILINE)
 PROMPT = Prompt(prompt_id="p", tokens=[2], answer="4", text="2+2?")
 
 
