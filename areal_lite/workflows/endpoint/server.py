@@ -55,6 +55,8 @@ class Conversation:
     answers: asyncio.Task[list[Answer]] | None = None
     # The number of messages and of tokens at the end of each answer.
     _ends: list[tuple[int, int]] = field(default_factory=list)
+    # By the number of messages at its end, the whole text of each answer that a stop text ended.
+    _stopped: dict[int, str] = field(default_factory=dict)
 
     @property
     def is_busy(self) -> bool:
@@ -69,16 +71,30 @@ class Conversation:
         """Return how many messages, up to an answer and without the last, both begin with."""
         equal = 0
         for given, recorded in zip(messages[:-1], self.messages):
-            if not chat.same_messages([given], [recorded]):
+            same = chat.same_messages([given], [recorded])
+            if not same and self._appended(equal + 1, messages) is None:
                 break
             equal += 1
         return max((count for count, _ in self._ends if count <= equal), default=0)
 
+    def _appended(self, count: int, messages: list[Message]) -> str | None:
+        """Return what the agent writes after the stop text of the answer in `count` messages.
+
+        None if that is no such answer, or if the agent repeats it otherwise.
+        """
+        whole, given = self._stopped.get(count), messages[count - 1]
+        text = given["content"].strip()
+        is_text = given["role"] == "assistant" and not given.get("tool_calls")
+        if whole is None or not is_text or not text.startswith(whole):
+            return None
+        return text.removeprefix(whole)
+
     def fork(self, known: int) -> "Conversation":
         """Return another conversation that begins with the first `known` messages, as tokens."""
         assert self.transcript is not None
-        transcript = self.transcript.fork(dict(self._ends)[known])
-        return Conversation(self.messages[:known], self.tools, transcript)
+        transcript, stopped = self.transcript.fork(dict(self._ends)[known]), self._stopped
+        stopped = {known: stopped[known]} if known in stopped else {}
+        return Conversation(self.messages[:known], self.tools, transcript, _stopped=stopped)
 
     async def add(self, request: ChatRequest, episode: Episode, most_first: int | None) -> bool:
         """Add the new messages of `request` to the transcript, or return False if they do not fit.
@@ -91,6 +107,7 @@ class Conversation:
             text = await asyncio.to_thread(tokenizer.render, new, self.tools)
         else:
             text = await asyncio.to_thread(tokenizer.render_after_answer, new)
+            text = (self._appended(len(self.messages), request.messages) or "") + text
             if not self.transcript.may_fit(text):
                 return False
         text += request.begins
@@ -122,6 +139,8 @@ class Conversation:
         message = chat.answer_message(said, calls, parsed.thought if split else "")
         self.messages = [*request.messages, message]
         self._ends.append((len(self.messages), after))
+        if stop_text and not calls:
+            self._stopped[len(self.messages)] = (text + stop_text).strip()
         logprobs = None
         if request.wants_logprobs:
             texts = await asyncio.to_thread(tokenizer.texts, sampled.tokens)

@@ -121,6 +121,36 @@ def test_a_compacted_history_is_a_trace_of_its_own(tokenizer) -> None:
     ]
 
 
+def test_what_an_agent_appends_to_a_stopped_answer_is_not_sampled(tokenizer) -> None:
+    """Some agents repeat the stop text, and write what they did behind it, into the answer."""
+
+    async def agent(asker: Asker) -> None:
+        first = await asker.ask([user("a?")], stop=["#"])
+        first[-1]["content"] += "# done: 1"
+        second = await asker.ask([*first, user("b?")], stop=["#"])
+        second[-1]["content"] += "#"
+        await asker.ask([*second, user("c?")])
+        changed = [*second[:-1], {**second[-1], "content": "B# done: 2"}]
+        await asker.ask([*changed, user("d?")])
+        other = [{**first[-1], "content": "x # more"} if m is first[-1] else m for m in first]
+        await asker.ask([*other, user("e?")])
+
+    assert traces_of(tokenizer, agent, ["x #", "y#", "z", "v", "w"]) == [
+        "a? <x #> done: 1 b? <y#> c? <z>",
+        "a? x # done: 1 b? B# done: 2 d? <v>",
+        "a? x # more e? <w>",
+    ]
+
+
+def test_what_an_agent_appends_to_an_ended_answer_is_another_history(tokenizer) -> None:
+    async def agent(asker: Asker) -> None:
+        first = await asker.ask([user("a?")], stop=["#"])
+        first[-1]["content"] += " done: 1"
+        await asker.ask([*first, user("b?")])
+
+    assert traces_of(tokenizer, agent, ["x", "y"]) == ["a? <x>", "a? x done: 1 b? <y>"]
+
+
 def test_an_edited_history_begins_with_the_tokens_before_the_edit(tokenizer) -> None:
     """The template would drop the thought of the first answer, and the trace keeps it."""
 
