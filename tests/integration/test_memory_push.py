@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 
 from areal_lite.config import ServerConfig, TrainConfig
 from areal_lite.controller.protocol import PushTargets
-from areal_lite.cpu.memory.staged import DATA_OFFSET
-from areal_lite.cpu.memory.transport import WeightMemory
+from areal_lite.cpu.memory.staged import ACTIVATE, CHECK, DATA_OFFSET
+from areal_lite.cpu.memory.transport import MemoryTransport
 from areal_lite.data.model_folder import UNTRAINED
 from areal_lite.launch.server_pool import ServerProcess
 from areal_lite.servers.blocking import post, start_post
@@ -150,19 +150,19 @@ def test_the_weights_are_those_that_a_broadcast_brings(trainer, server, models):
 
 
 def test_each_token_is_tagged_with_the_version_that_sampled_it(server, models):
-    memory = WeightMemory()
+    memory = MemoryTransport()
 
     def push_between_steps(server: ServerInfo, model: Path, version: int) -> None:
         weights = load_file(model / "model.safetensors")
         staged = memory.write([list(weights.items())], version)
-        post(server, FROM_DISK, staged.check_request(), 60)
-        post(server, FROM_DISK, staged.activate_request() | {"flush_cache": False}, 60)
+        post(server, FROM_DISK, staged.request(CHECK), 60)
+        post(server, FROM_DISK, staged.request(ACTIVATE) | {"flush_cache": False}, 60)
 
     versions = range(21, 21 + PUSHES)
     answers = generate_across_pushes(server, models, push_between_steps, versions, pause=False)
     wrong, seams = wrong_tags(models, answers)
     assert seams >= REQUESTS and wrong == 0
-    memory.close()
+    memory.close([])
 
 
 def flip_a_byte(descriptor: int) -> None:
@@ -185,7 +185,7 @@ REFUSED: dict[str, tuple[Callable[[int], None] | None, str | None, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_refused_version_leaves_the_old_one_whole_and_serving(server, models, case):
     damage, left_out, message = REFUSED[case]
-    memory = WeightMemory()
+    memory = MemoryTransport()
     weights = load_file(models[1] / "model.safetensors")
     weights.pop(left_out, None)
     before, version = parameters(server), version_of(server)
@@ -195,26 +195,26 @@ def test_a_refused_version_leaves_the_old_one_whole_and_serving(server, models, 
     request = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
     generating = start_post(server, "/generate", request, 60)
     with pytest.raises(ServerRefused, match=message):
-        post(server, FROM_DISK, staged.check_request(), 60)
-        post(server, FROM_DISK, staged.activate_request() | {"flush_cache": False}, 60)
+        post(server, FROM_DISK, staged.request(CHECK), 60)
+        post(server, FROM_DISK, staged.request(ACTIVATE) | {"flush_cache": False}, 60)
     meta = generating.result()["meta_info"]
     assert meta["completion_tokens"] == 400 and meta["weight_version"] == str(version)
     assert parameters(server) == before and version_of(server) == version
-    memory.close()
+    memory.close([])
 
 
 def test_a_version_that_was_not_checked_is_refused(server, models):
-    memory = WeightMemory()
+    memory = MemoryTransport()
     weights = list(load_file(models[1] / "model.safetensors").items())
     before, version = parameters(server), version_of(server)
     staged = memory.write([weights], version + 2)
     with pytest.raises(ServerRefused, match="was not checked here"):
-        post(server, FROM_DISK, staged.activate_request(), 60)
+        post(server, FROM_DISK, staged.request(ACTIVATE), 60)
     with pytest.raises(ServerRefused, match=f'{version + 2} of the weights, not 1"'):
-        lie = staged.check_request() | {"weight_version": "1"}
+        lie = staged.request(CHECK) | {"weight_version": "1"}
         post(server, FROM_DISK, lie, 60)
     assert parameters(server) == before and version_of(server) == version
-    memory.close()
+    memory.close([])
 
 
 def test_a_server_that_dies_in_an_activation_leaves_the_others_their_version(

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from areal_lite.config import ServerConfig, TrainConfig
-from areal_lite.cpu.memory.transport import WeightMemory
+from areal_lite.cpu.memory.staged import ACTIVATE, CHECK
+from areal_lite.cpu.memory.transport import MemoryTransport
 from areal_lite.launch.server_pool import ServerProcess
 from areal_lite.servers.blocking import post
 from areal_lite.servers.registry import ServerInfo
@@ -80,13 +81,13 @@ class SharedMemory:
     """Pushes through shared memory, as the trainer's."""
 
     def __init__(self):
-        self._memory = WeightMemory()
+        self._memory = MemoryTransport()
 
     def __call__(self, server: ServerInfo, model: Path, version: int) -> None:
         weights = load_file(model / "model.safetensors")
         staged = self._memory.write([list(weights.items())], version)
-        activation = staged.activate_request() | {"flush_cache": False}
-        for body in (staged.check_request(), activation):
+        activation = staged.request(ACTIVATE) | {"flush_cache": False}
+        for body in (staged.request(CHECK), activation):
             post(server, "/update_weights_from_disk", body, 60)
 
 

@@ -33,13 +33,8 @@ class StagedWeights:
     path: str
     header: Header
 
-    def check_request(self) -> dict[str, Any]:
-        return self._request(CHECK)
-
-    def activate_request(self) -> dict[str, Any]:
-        return self._request(ACTIVATE)
-
-    def _request(self, door: str) -> dict[str, Any]:
+    def request(self, door: str) -> dict[str, Any]:
+        """Return the body of a request to CHECK or to ACTIVATE this version."""
         return {
             "model_path": self.path,
             "load_format": f"{door}:{self.header.digest}",
@@ -48,10 +43,10 @@ class StagedWeights:
 
 
 class MemoryTransport:
-    """Gives the weights to servers without a GPU, through memory."""
+    """Gives the weights to servers without a GPU, through the memory file of this trainer."""
 
     def __init__(self) -> None:
-        self._memory = WeightMemory()
+        self._descriptor: int | None = None
 
     @staticmethod
     def fits(config: TrainConfig) -> bool:
@@ -67,18 +62,35 @@ class MemoryTransport:
     def transfer(
         self, recipients: PushRecipients, buckets: Iterable[Bucket], pause: Pause, *, apart: bool
     ) -> None:
-        staged = self._memory.write(buckets, recipients.report.version)
-        recipients.post(FROM_DISK, staged.check_request())
+        staged = self.write(buckets, recipients.report.version)
+        recipients.post(FROM_DISK, staged.request(CHECK))
         window = pause(recipients)
-        body = staged.activate_request() | {"flush_cache": window.flush_cache}
+        body = staged.request(ACTIVATE) | {"flush_cache": window.flush_cache}
         if window.flush_cache:
             with window:
                 recipients.post(FROM_DISK, body)
         else:
             take_turns(recipients, body)
 
+    def write(self, buckets: Iterable[Bucket], version: int) -> StagedWeights:
+        """Write all weights. The servers still generate meanwhile."""
+        if self._descriptor is None:
+            self._descriptor = os.memfd_create("areal_lite-weights")
+        file = _Writer(self._descriptor)
+        table = []
+        for bucket in buckets:
+            for name, tensor in bucket:
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                table.append((name, dtype, list(tensor.shape), file.position))
+                file.append(_bytes_of(tensor))
+        header = file.finish(json.dumps(table).encode(), version)
+        return StagedWeights(f"/proc/{os.getpid()}/fd/{self._descriptor}", header)
+
     def close(self, servers: list[ServerInfo]) -> None:
-        self._memory.close()
+        """Give the memory back, as soon as no server maps it."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def take_turns(recipients: PushRecipients, body: dict[str, Any]) -> None:
@@ -105,33 +117,6 @@ def can_share_memory() -> bool:
         return subprocess.run(probe, stderr=subprocess.DEVNULL).returncode == 0
     finally:
         os.close(descriptor)
-
-
-class WeightMemory:
-    """The memory file of one trainer."""
-
-    def __init__(self) -> None:
-        self._descriptor: int | None = None
-
-    def write(self, buckets: Iterable[Bucket], version: int) -> StagedWeights:
-        """Write all weights. The servers still generate meanwhile."""
-        if self._descriptor is None:
-            self._descriptor = os.memfd_create("areal_lite-weights")
-        file = _Writer(self._descriptor)
-        table = []
-        for bucket in buckets:
-            for name, tensor in bucket:
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                table.append((name, dtype, list(tensor.shape), file.position))
-                file.append(_bytes_of(tensor))
-        header = file.finish(json.dumps(table).encode(), version)
-        return StagedWeights(f"/proc/{os.getpid()}/fd/{self._descriptor}", header)
-
-    def close(self) -> None:
-        """Give the memory back, as soon as no server maps it."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
 
 
 class _Writer:

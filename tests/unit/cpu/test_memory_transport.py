@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from areal_lite.cpu.memory import server as memory_plugin
-from areal_lite.cpu.memory.staged import DATA_OFFSET, StagedError, StagedFile
-from areal_lite.cpu.memory.transport import StagedWeights, WeightMemory
+from areal_lite.cpu.memory.staged import ACTIVATE, CHECK, DATA_OFFSET, StagedError, StagedFile
+from areal_lite.cpu.memory.transport import MemoryTransport, StagedWeights
 from tests.unit.cpu.staged_model import FusedModel, weights
 
 
@@ -17,9 +17,9 @@ from tests.unit.cpu.staged_model import FusedModel, weights
 def memory(monkeypatch):
     for name in ("_staged", "_checked"):
         monkeypatch.setattr(memory_plugin, name, None)
-    made = WeightMemory()
+    made = MemoryTransport()
     yield made
-    made.close()
+    made.close([])
 
 
 class Server:
@@ -55,11 +55,11 @@ class Server:
         raise AssertionError(load_format)
 
     def check(self, staged: StagedWeights, **lie: str) -> tuple[bool, str]:
-        return self.post(staged.check_request() | lie)
+        return self.post(staged.request(CHECK) | lie)
 
     def push(self, staged: StagedWeights) -> tuple[bool, str]:
         checked = self.check(staged)
-        return self.post(staged.activate_request()) if checked[0] else checked
+        return self.post(staged.request(ACTIVATE)) if checked[0] else checked
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_a_damaged_version_reaches_no_model(memory, server, damage):
     damage(memory._descriptor, staged)
     success, message = server.push(staged)
     assert not success and DAMAGE[damage] in message
-    assert not server.post(staged.activate_request())[0], "it was not checked"
+    assert not server.post(staged.request(ACTIVATE))[0], "it was not checked"
     assert server.model.values() == before and server.version == "1"
     whole = memory.write([list(weights(2).items())], 2)
     assert server.push(whole)[0] and server.model.values() == loaded(weights(2))
@@ -148,12 +148,12 @@ def test_only_the_version_that_was_checked_is_activated(memory, server):
     staged = memory.write([list(weights().items())], 3)
     for lie in ({"weight_version": "4"}, {"model_path": "/proc/self/exe"}):
         assert not server.check(staged, **lie)[0]
-        assert not server.post(staged.activate_request())[0]
+        assert not server.post(staged.request(ACTIVATE))[0]
     assert server.check(staged)[0]
     for lie in ({"weight_version": "4"}, {"model_path": "/proc/self/exe"}):
-        success, message = server.post(staged.activate_request() | lie)
+        success, message = server.post(staged.request(ACTIVATE) | lie)
         assert not success and "was not checked here" in message
-    assert server.version == "0" and server.post(staged.activate_request())[0]
+    assert server.version == "0" and server.post(staged.request(ACTIVATE))[0]
 
 
 def test_a_late_activation_finds_the_next_version(memory, server):
@@ -161,7 +161,7 @@ def test_a_late_activation_finds_the_next_version(memory, server):
     assert server.check(late)[0]
     before = server.model.values()
     memory.write([list(weights(2).items())], 2)
-    success, message = server.post(late.activate_request())
+    success, message = server.post(late.request(ACTIVATE))
     assert not success and "other weights" in message and server.model.values() == before
 
 
@@ -193,11 +193,11 @@ def test_a_path_that_is_no_memory_file_is_refused(tmp_path):
 def test_the_memory_of_a_trainer_is_given_back(memory, server):
     first = memory.write([list(weights(1).items())], 1)
     assert server.push(first)[0]
-    other = WeightMemory()
+    other = MemoryTransport()
     second = other.write([list(weights(2).items())], 2)
     server = Server()
     assert server.push(second)[0] and server.model.values() == loaded(weights(2))
-    other.close()
+    other.close([])
     assert memory_plugin._staged.is_current(second.path) is False
     with pytest.raises(StagedError):
         StagedFile(second.path)
