@@ -17,7 +17,7 @@ from areal_lite.cpu.kernels import norms
 from areal_lite.cpu.kernels.packed_attention import attend, attend_backward
 from areal_lite.cpu.kernels.products import linear
 from areal_lite.cpu.kernels.vectors import SIZE
-from areal_lite.megatron.kernels import Kernels, Spans
+from areal_lite.megatron.kernels import Kernels, Spans, add_sink, sink_gradient
 from areal_lite.megatron.kernels import rotate as rotate_by_torch
 
 # Longest sequence, in tokens, for which the kernel is faster than torch. With heads of 32 it takes
@@ -111,9 +111,11 @@ class PackedAttention:
         spans: Spans,
         window: int | None,
         scale: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend over packed tokens: [t, heads, dim]."""
-        out = _Attention.apply(query, key, value, spans, window or MAX_KERNEL_LENGTH, scale)
+        rest = spans, window or MAX_KERNEL_LENGTH, scale
+        out = _Attention.apply(query, key, value, sinks, *rest)
         assert isinstance(out, Tensor)
         return out
 
@@ -121,21 +123,33 @@ class PackedAttention:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, query: Tensor, key: Tensor, value: Tensor, spans: Spans, window: int, scale: float
+        ctx,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        spans: Spans,
+        window: int,
+        scale: float,
     ) -> Tensor:
         q, k, v = (x.contiguous() for x in (query, key, value))
         out, log_sums = torch.empty_like(q), torch.empty(q.shape[:2])
         ctx.spans, ctx.scale = (*astuple(spans), window), np.float32(scale)
         arrays = (x.numpy() for x in (q, k, v))
         attend(*arrays, ctx.spans, ctx.scale, out.numpy(), log_sums.numpy())  # pyright: ignore[reportCallIssue]
-        ctx.save_for_backward(q, k, v, out, log_sums)
+        if sinks is not None:
+            out, sums = add_sink(out, log_sums.t(), sinks)
+            log_sums = sums.t().contiguous()
+        ctx.save_for_backward(q, k, v, sinks, out, log_sums)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, out, log_sums = (x.numpy() for x in ctx.saved_tensors)
+        *saved, sinks, out, log_sums = ctx.saved_tensors
+        q, k, v = (x.numpy() for x in saved)
         gradients = np.empty_like(q), np.zeros_like(k), np.zeros_like(v)
-        grad = grads[0].contiguous().numpy()
-        attend_backward(q, k, v, ctx.spans, ctx.scale, (out, log_sums), grad, gradients)
-        return *map(torch.from_numpy, gradients), None, None, None
+        grad, results = grads[0].contiguous(), (out.numpy(), log_sums.numpy())
+        attend_backward(q, k, v, ctx.spans, ctx.scale, results, grad.numpy(), gradients)
+        slope = None if sinks is None else sink_gradient(grad, out, log_sums.t(), sinks)
+        return *map(torch.from_numpy, gradients), slope, None, None, None

@@ -27,12 +27,12 @@ UNTRAINED = ".e_score_correction_bias"  # the end of the names of tensors that n
 # The names in `megatron.architectures`, which imports torch.
 MODEL_TYPES = (
     *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "smollm3", "phi3", "olmo3", "glm4_moe"),
-    "gemma3_text",
+    *("gemma3_text", "gpt_oss"),
     *(DELTA_NETS := ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")),
 )
 # The layers that have a window, of `sliding_window` tokens: all, or those that `layer_types` names.
 WINDOWS = dict.fromkeys(("qwen3_moe", "mistral", "phi3"), "all") | dict.fromkeys(
-    ("qwen2", "qwen3", "smollm3", "olmo3", "gemma3_text"), "typed"
+    ("qwen2", "qwen3", "smollm3", "olmo3", "gemma3_text", "gpt_oss"), "typed"
 )
 # Tensor parallelism splits these evenly.
 _SPLIT_SIZES = (
@@ -186,9 +186,7 @@ def check_weights(folder: Path) -> None:
                 f"{folder / 'config.json'}: {key}={size!r} is not a positive integer;"
                 " copy the checkpoint again"
             )
-    _check_rope(folder, config)
-    if kind in DELTA_NETS:
-        _check_interval(folder, config)
+    _check_family(folder, config)
     # In their order, because there may be more names than memory holds.
     for name in tensor_names(config):
         if name not in tensors:
@@ -224,6 +222,28 @@ def _is_optional(name: str, config: Mapping[str, Any]) -> bool:
     later = f"model.layers.{config.get('num_hidden_layers')}."  # behind the last one
     is_later = name.startswith(later) and bool(config.get("num_nextn_predict_layers"))
     return is_later or name.endswith(_OPTIONAL) or name.startswith(_MTP)
+
+
+def _check_family(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise ValueError for what SGLang reads otherwise, or not at all."""
+    _check_rope(folder, config)
+    if config["model_type"] in DELTA_NETS:
+        _check_interval(folder, config)
+    if config["model_type"] == "gpt_oss":
+        _check_gpt_oss(folder, config)
+
+
+def _check_gpt_oss(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a gpt-oss that servers cannot get pushes for, or cannot start with."""
+    if "quantization_config" in config:
+        raise ValueError(
+            f"{folder}: gpt_oss is quantised, and training changes its numbers: write it in"
+            " bfloat16 (docs/training.md, Models)"
+        )
+    if "swiglu_limit" not in config:
+        raise ValueError(
+            f"{folder / 'config.json'}: no swiglu_limit, which SGLang reads; copy it again"
+        )
 
 
 def _check_rope(folder: Path, config: Mapping[str, Any]) -> None:
@@ -288,7 +308,10 @@ def tensor_names(config: Mapping[str, Any]) -> Iterator[str]:
     attention += [f"self_attn.{name}_norm" for name in "qk" if norms]
     inputs = ("qkvz", "ba") if kind == "qwen3_next" else ("qkv", "z", "b", "a")
     net = [f"in_proj_{name}" for name in inputs] + ["conv1d", "norm", "out_proj"]
-    biases = kind == "qwen2" or (kind == "glm4_moe" and config.get("attention_bias"))
+    biases = ("q", "k", "v") if kind in ("qwen2", "gpt_oss") else ()
+    if kind == "glm4_moe" and config.get("attention_bias"):
+        biases = ("q", "k", "v")
+    biases += ("o",) * (kind == "gpt_oss")
     layers = config.get("num_hidden_layers") or 0
     dense = dense_layers(config) if experts else layers
     for layer in range(layers):
@@ -297,14 +320,19 @@ def tensor_names(config: Mapping[str, Any]) -> Iterator[str]:
             own = [f"linear_attn.{name}" for name in net]
             yield from (f"{prefix}.linear_attn.{name}" for name in ("A_log", "dt_bias"))
         yield from (f"{prefix}.{part}.weight" for part in parts + own)
-        if biases:
-            yield from (f"{prefix}.self_attn.{name}_proj.bias" for name in "qkv")
+        yield from (f"{prefix}.self_attn.{name}_proj.bias" for name in biases)
+        yield from [f"{prefix}.self_attn.sinks"] * (kind == "gpt_oss")
         yield from (f"{prefix}.{name}" for name in _mlp(config, layer < dense))
 
 
 def _mlp(config: Mapping[str, Any], dense: bool) -> Iterator[str]:
     """Yield the names of the tensors of the MLP, or of the experts, below a layer."""
     kind, mlps = config["model_type"], iter(["mlp"])
+    if kind == "gpt_oss":
+        yield from ("mlp.router.weight", "mlp.router.bias")
+        for name in ("gate_up_proj", "down_proj"):
+            yield from (f"mlp.experts.{name}", f"mlp.experts.{name}_bias")
+        return
     if not dense:
         yield "mlp.gate.weight"
         mlps = (f"mlp.experts.{number}" for number in range(num_experts(config)))
@@ -352,6 +380,10 @@ def expected_shape(name: str, config: Mapping[str, Any]) -> list[int] | None:
         number = config["n_shared_experts"] if ".shared_experts." in name else 1
         width = number * config.get(f"{part}intermediate_size", 0)
         gates = queries if config["model_type"] in DELTA_NETS else 0
+        if module == "experts":  # of gpt-oss
+            inner, wide = config["intermediate_size"], kind.startswith("gate_up")
+            sizes = [hidden, 2 * inner] if wide else [inner, hidden]
+            return [num_experts(config), *sizes[kind.endswith("_bias") :]]
         shape = {
             "embed_tokens": [config["vocab_size"], hidden],
             "lm_head": [config["vocab_size"], hidden],
@@ -372,6 +404,8 @@ def expected_shape(name: str, config: Mapping[str, Any]) -> list[int] | None:
             "up_proj": [width, hidden],
             "down_proj": [hidden, width],
             "shared_expert_gate": [1, hidden],
+            "self_attn": [heads],  # sinks
+            "router": [num_experts(config), hidden],
         }[module]
     except (KeyError, TypeError):
         return None

@@ -33,7 +33,7 @@ from areal_lite.data.model_folder import (
     has_window,
     num_experts,
 )
-from areal_lite.megatron.kernels import gelu_tanh
+from areal_lite.megatron.kernels import gelu_tanh, quick_gelu
 from areal_lite.megatron.parameters import (
     QKV,
     DeltaNet,
@@ -43,13 +43,18 @@ from areal_lite.megatron.parameters import (
     Replicated,
     RowParallel,
     SplitVector,
+    Stacked,
+    StackedGate,
+    StackedRowParallel,
+    StackedVector,
     Untrained,
     VocabParallel,
     head_dim,
 )
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+_LIMIT = 7.0  # of gpt-oss's experts
+EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 Mapping = dict[str, Parameter]
@@ -139,11 +144,23 @@ PACKED_INPUT: Mapping = {
 
 # A router of sigmoids chooses by them plus a bias. An MLP stands beside the experts.
 GLM_EXPERTS: Mapping = EXPERTS | {
-    "mlp.router.bias": Untrained("mlp.gate.e_score_correction_bias"),
+    "mlp.router.correction": Untrained("mlp.gate.e_score_correction_bias"),
     "mlp.shared_experts.linear_fc1.weight": GatedColumnParallel(
         "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"
     ),
     "mlp.shared_experts.linear_fc2.weight": RowParallel("mlp.shared_experts.down_proj.weight"),
+}
+
+SINKS: Mapping = {"self_attention.core_attention.heads.sinks": SplitVector("self_attn.sinks")}
+PROJ_BIAS: Mapping = {"self_attention.linear_proj.bias": Replicated("self_attn.o_proj.bias")}
+_EXPERT_FC1, _EXPERT_FC2 = (f"mlp.experts.local_experts.{{expert}}.linear_fc{i}" for i in (1, 2))
+STACKED_EXPERTS: Mapping = {
+    "mlp.router.weight": Replicated("mlp.router.weight"),
+    "mlp.router.bias": Replicated("mlp.router.bias"),
+    f"{_EXPERT_FC1}.weight": StackedGate("mlp.experts.gate_up_proj"),
+    f"{_EXPERT_FC1}.bias": StackedGate("mlp.experts.gate_up_proj_bias"),
+    f"{_EXPERT_FC2}.weight": StackedRowParallel("mlp.experts.down_proj"),
+    f"{_EXPERT_FC2}.bias": StackedVector("mlp.experts.down_proj_bias"),
 }
 
 
@@ -275,6 +292,31 @@ def _check_olmo3(hf: PretrainedConfig) -> None:
         )
 
 
+def _check_gpt_oss(hf: PretrainedConfig) -> None:
+    """Raise ValueError for a model that SGLang would compute differently or that cannot train."""
+    if hf.tie_word_embeddings:
+        raise ValueError("tie_word_embeddings=true with gpt_oss: SGLang does not share them")
+    if not hf.attention_bias:
+        raise ValueError("attention_bias=false is not supported for gpt_oss: use a model with it")
+    if (limit := getattr(hf, "swiglu_limit", _LIMIT)) != _LIMIT:
+        raise ValueError(f"swiglu_limit={limit} is not supported for gpt_oss: it is {_LIMIT}")
+    if hf.num_experts_per_tok == 1:
+        raise ValueError("num_experts_per_tok=1 leaves the router of gpt_oss without a gradient")
+
+
+def _gpt_oss(hf: PretrainedConfig) -> dict[str, Any]:
+    """Describe sinks, biases everywhere, and experts with limits."""
+    return {
+        "softmax_type": "learnable",
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": _LIMIT,
+        "glu_linear_offset": 1.0,
+        "num_moe_experts": hf.num_local_experts,
+        "moe_ffn_hidden_size": hf.intermediate_size,
+        "moe_router_topk": hf.num_experts_per_tok,
+    }
+
+
 def _check_gemma3(hf: PretrainedConfig) -> None:
     """Raise ValueError for a model that SGLang would compute differently or that cannot train."""
     if not hf.tie_word_embeddings:
@@ -359,6 +401,12 @@ ARCHITECTURES = {
         check=_check_olmo3,
         plain_in_windows=True,
     ),
+    # Queries also attend to a sink without a value; experts have limits and biases.
+    "gpt_oss": Architecture(
+        layer=NORMS | ATTENTION | QKV_BIAS | PROJ_BIAS | SINKS | STACKED_EXPERTS,
+        fields=_gpt_oss,
+        check=_check_gpt_oss,
+    ),
     "gemma3_text": Architecture(
         layer=NORMS_AROUND | ATTENTION | QK_NORM | GATED_MLP,
         fields=lambda hf: {
@@ -425,8 +473,9 @@ def transformer_config(
     hf: PretrainedConfig, dtype: torch.dtype, **settings: Any
 ) -> TransformerConfig:
     """Describe the network in Megatron's terms; `settings` are further fields."""
-    own: dict[str, Any] = {"activation_func": F.silu} | ARCHITECTURES[hf.model_type].fields(hf)
-    return TransformerConfig(
+    family = ARCHITECTURES[hf.model_type]
+    own: dict[str, Any] = {"activation_func": F.silu} | family.fields(hf)
+    made = TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         ffn_hidden_size=getattr(hf, "intermediate_size", hf.hidden_size),
@@ -449,6 +498,9 @@ def transformer_config(
         **_windows(hf),
         **own,
     )
+    # Given before, Megatron refuses to split experts with biases, which ours may be.
+    made.add_bias_linear = PROJ_BIAS.items() <= family.layer.items()
+    return made
 
 
 def _windows(hf: PretrainedConfig) -> dict[str, Any]:
@@ -478,10 +530,14 @@ def layout(name: str, hf: PretrainedConfig) -> Parameter:
         if hf.tie_word_embeddings and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"
         return EMBEDDINGS[name]
-    parameter = layer_mapping(hf, int(layer[1]))[_EXPERT.sub("{expert}", layer[2])]
-    expert = _EXPERT.search(layer[2])
+    parameter = layer_mapping(hf, int(layer[1]))[EXPERT.sub("{expert}", layer[2])]
+    expert = EXPERT.search(layer[2])
     tensors = (
         f"model.layers.{layer[1]}.{tensor}".format(expert=expert and expert[0])
         for tensor in parameter.names
     )
-    return type(parameter)(*tensors)
+    plan = type(parameter)(*tensors)
+    if isinstance(plan, Stacked):
+        assert expert is not None
+        plan.expert = int(expert[0])
+    return plan

@@ -28,13 +28,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
+from torch.autograd.function import once_differentiable
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from areal_lite.megatron.architectures import ARCHITECTURES, full_rope
-from areal_lite.megatron.delta_net import Pieces
-from areal_lite.megatron.kernels import Spans, kernels
+from areal_lite.megatron.delta_net import Pieces, SplitRows
+from areal_lite.megatron.kernels import Spans, add_sink, kernels, sink_gradient
 from areal_lite.megatron.packing import LocalTokens
 from areal_lite.megatron.parallel import process_group
 from areal_lite.megatron.parameters import head_dim
@@ -147,6 +148,9 @@ class PackedAttention(MegatronModule):
         if isinstance(windows, list) and windows[layer_number - 1]:
             assert config.window_size is not None
             self.window = config.window_size[0] + 1
+        self.heads: SplitRows | None = None
+        if config.softmax_type == "learnable":
+            self.heads = SplitRows(config, sinks=(config.num_attention_heads,))
         self.rotates = not (isinstance(without, list) and without[layer_number - 1])
 
     def forward(
@@ -168,14 +172,14 @@ class PackedAttention(MegatronModule):
         if group.size() > 1:
             both = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=group)
             key, value = both.chunk(2, -1)
+        sinks: Any = self.heads and self.heads.sinks
+        rest = self.window, self.scale, sinks
         if packed.spans is not None:
             assert kernels.packed_attention is not None
-            out = kernels.packed_attention(query, key, value, packed.spans, self.window, self.scale)
-            return out.flatten(1)
+            return kernels.packed_attention(query, key, value, packed.spans, *rest).flatten(1)
         with _seen(key, value, packed.key_index) as (key, value):
             if packed.segments is not None:
-                rest = packed.segments, self.window, self.scale
-                return by_segment(query, key, value, *rest).flatten(1)
+                return by_segment(query, key, value, packed.segments, *rest).flatten(1)
             return causal_varlen(
                 query,
                 key.contiguous(),
@@ -184,8 +188,7 @@ class PackedAttention(MegatronModule):
                 packed.cu_seqlens_kv,
                 packed.max_seqlen_q,
                 packed.max_seqlen_kv,
-                self.window,
-                self.scale,
+                *rest,
             ).flatten(1)
 
 
@@ -249,6 +252,7 @@ def by_segment(
     segments: list[Segment],
     window: int | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend within one segment after the other, as `causal_varlen` does: [l, heads, dim]."""
     outputs = []
@@ -257,11 +261,13 @@ def by_segment(
         before = len(parts[1]) - len(parts[0])
         mask = None
         narrow = window is not None and window < len(parts[1])
-        if before or narrow:
+        if before or narrow or sinks is not None:
             shape = len(parts[0]), len(parts[1])
             mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril(before)
         if mask is not None and window is not None:
             mask = mask.triu(before - window + 1)
+        if sinks is not None and mask is not None:
+            parts, mask = _with_sink(parts, mask, sinks)
         q, k, v = (x.transpose(0, 1)[None] for x in parts)
         options: Any = dict(
             is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1], scale=scale
@@ -269,6 +275,20 @@ def by_segment(
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
+
+
+def _with_sink(
+    parts: tuple[Tensor, ...], mask: Tensor, sinks: Tensor
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Add a key with the scores `sinks` [heads] and no value to a segment's query, key and value.
+
+    Its mask, bool [queries, keys], becomes one of numbers for each head.
+    """
+    query, *others = parts
+    none = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+    columns = none.expand(len(sinks), -1, -1), sinks[:, None, None].expand(-1, len(query), 1)
+    longer = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in others)
+    return (query, *longer), torch.cat(columns, -1)[None]
 
 
 def causal_varlen(
@@ -281,16 +301,59 @@ def causal_varlen(
     longest_k: int,
     window: int | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend over packed tokens by FlashAttention: [l, heads, dim].
 
     Where a segment has more keys than queries, its last query sees all of them, or the last
-    `window` of them.
+    `window` of them. sinks: [heads], scores of a key without a value, which all queries see.
     """
     bounds = bounds_q, bounds_k, longest_q, longest_k
     grouped = query.shape[1] != key.shape[1]
     before = -1 if window is None else window - 1
+    if sinks is not None:
+        settings = scale, (before, 0), grouped
+        return _SinkAttention.apply(query, key, value, sinks, bounds, settings)  # pyright: ignore[reportReturnType]
     options: Any = dict(window_size=(before, 0), enable_gqa=grouped, scale=scale)
     out = varlen_attn(query, key, value, *bounds, **options)
     assert isinstance(out, Tensor)
     return out
+
+
+class _SinkAttention(torch.autograd.Function):
+    """FlashAttention with a sink, whose share of the softmax is taken from the result afterwards.
+
+    What FlashAttention reads in its backward pass, the result and the logarithm of the softmax's
+    sum, then includes the sink, so its gradients are right as they are.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor,
+        bounds: tuple,
+        settings: tuple,
+    ) -> Tensor:
+        scale, window, grouped = settings
+        options: Any = dict(window_size=window, enable_gqa=grouped, scale=scale)
+        out, sums = varlen_attn(
+            query, key, value, *bounds, return_aux=AuxRequest(lse=True), **options
+        )
+        out, sums = add_sink(out, sums, sinks)
+        ctx.save_for_backward(query, key, value, sinks, out, sums)
+        ctx.settings = *bounds, window == (-1, 0), scale, list(window)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        query, key, value, sinks, out, sums = ctx.saved_tensors
+        *bounds, causal, scale, window = ctx.settings
+        grad, unused = grads[0].contiguous(), torch.zeros(2, dtype=torch.uint64, device=out.device)
+        found = torch.ops.torch_attn._varlen_attn_backward(
+            grad, query, key, value, out, sums, *bounds, causal, unused, scale, window
+        )
+        return *found, sink_gradient(grad, out, sums, sinks), None, None

@@ -101,7 +101,10 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class Experts(MegatronModule):
-    """The experts of this rank: gated MLPs, in one parameter for each of their two products."""
+    """The experts of this rank: gated MLPs, in one parameter for each of their two products.
+
+    Biases of both products are parameters, too, where the configuration has linear biases.
+    """
 
     def __init__(self, config: TransformerConfig):
         super().__init__(config=config)
@@ -119,25 +122,46 @@ class Experts(MegatronModule):
         self.linear_fc2 = torch.nn.Parameter(
             torch.empty(number, config.hidden_size, width, **sizes)
         )
-        for parameter in self.parameters():
-            set_tensor_model_parallel_attributes(parameter, True, 2, 1)
+        self.activation, self.limit = config.activation_func, config.activation_func_clamp_value
+        if config.add_bias_linear:
+            self.linear_fc1_bias = torch.nn.Parameter(torch.empty(number, 2, width, **sizes))
+            self.linear_fc2_bias = torch.nn.Parameter(
+                torch.empty(number, config.hidden_size, **sizes)
+            )
+        for name, parameter in self.named_parameters():
+            whole = name == "linear_fc2_bias" and self.split.size() > 1
+            set_tensor_model_parallel_attributes(parameter, not whole, 2, 1)
             # Tells Megatron which ranks have the same experts.
             parameter.allreduce = self.group.size() == 1  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         """Compute weighted rows: x [n, hidden], weights [n], ends as in `Rows` -> [n, hidden]."""
-        inner = _GroupedLinear.apply(x, self.linear_fc1.flatten(1, 2), ends)
-        return _GroupedLinear.apply(gated(inner, weights), self.linear_fc2, ends)  # pyright: ignore[reportReturnType, reportArgumentType]
+        inner: Any = _GroupedLinear.apply(x, self.linear_fc1.flatten(1, 2), ends)
+        own: Tensor | None = None  # [n, experts], 1 for the expert of each row
+        if hasattr(self, "linear_fc1_bias"):
+            numbers = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
+            own = x.new_zeros(len(x), len(ends)).scatter_(1, numbers[:, None], 1)
+            inner = inner.addmm(own, self.linear_fc1_bias.flatten(1))
+        inner = gated(inner, weights, self.activation, self.limit)
+        out: Any = _GroupedLinear.apply(inner, self.linear_fc2, ends)
+        if own is not None:
+            # Ranks that sum their results add a part of the bias each, and all have its gradient.
+            bias, part = self.linear_fc2_bias, 1 / self.split.size()
+            bias = part * bias + (1 - part) * (bias - bias.detach())
+            out = out.addmm(own * weights[:, None].to(out.dtype), bias)
+        return out
 
     def single(self, name: str, stacked: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the matrices of single experts in `stacked`, of the parameter `name`.
+        """Iterate over the matrices or biases of single experts in `stacked`, of parameter `name`.
 
         Their names count experts over the whole model, as in architectures.py.
         """
-        matrices = stacked.flatten(1, -2)
         before, _, product = name.rpartition(".")
+        matrices = stacked.flatten(1, 2) if product.startswith("linear_fc1") else stacked
+        kind = "bias" if product.endswith("_bias") else "weight"
+        product = product.removesuffix("_bias")
         for index, matrix in zip(self.indices, matrices, strict=True):
-            yield f"{before}.local_experts.{index}.{product}.weight", matrix
+            yield f"{before}.local_experts.{index}.{product}.{kind}", matrix
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
@@ -151,8 +175,8 @@ class Experts(MegatronModule):
                 parameter,
                 *sharded_offsets,
                 (layers, *parts[0]),
-                (layers + 2, *parts[1]),
-                replica_id=(0, 0, replica),
+                *([(layers + 2, *parts[1])] if parameter.ndim > 2 else []),
+                replica_id=(0, 0 if parameter.ndim > 2 else self.split.rank(), replica),
                 prepend_axis_num=layers,
             )
             for name, parameter in self.named_parameters()
@@ -174,11 +198,15 @@ class Router(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight)
         # Tells Megatron that a rank has the gradient of its own tokens only.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
-        self.bias: torch.nn.Parameter | None = None
+        self.bias = self.correction = None
+        if config.add_bias_linear:
+            bias = torch.empty(sizes[0], dtype=config.params_dtype, device=weight.device)
+            self.bias = torch.nn.Parameter(bias)
+            self.bias.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
         if config.moe_router_score_function == "sigmoid":
             # Its update would follow the load of experts (arXiv:2408.15664), which no loss does.
             bias = torch.empty(sizes[0], dtype=torch.float32, device=weight.device)
-            self.bias = torch.nn.Parameter(bias, requires_grad=False)
+            self.correction = torch.nn.Parameter(bias, requires_grad=False)
         self.replay: RoutingReplay | None = None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,16 +215,16 @@ class Router(torch.nn.Module):
         Weights are the softmax of the chosen logits, the softmax of all logits, or sigmoids divided
         by the sum of the chosen ones.
         """
-        if self.bias is not None:
+        if self.correction is not None:
             scores = F.linear(x.float(), self.weight.float()).sigmoid()  # as in SGLang
         else:
-            scores = F.linear(x, self.weight).float()
+            scores = F.linear(x, self.weight, self.bias).float()
             scores = scores.softmax(-1) if self.over_all else scores
         chosen = self._rank(scores.detach()).topk(self.top_k).indices
         if self.replay is not None:
             chosen = self.replay(chosen, len(self.weight))
         weights = scores.gather(1, chosen)
-        if self.bias is not None:
+        if self.correction is not None:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         elif not self.over_all:
             weights = weights.softmax(-1)
@@ -207,8 +235,8 @@ class Router(torch.nn.Module):
 
         Of groups of experts, those whose two best have the largest sums take part.
         """
-        if self.bias is not None:
-            scores = scores + self.bias
+        if self.correction is not None:
+            scores = scores + self.correction
         if self.groups == 1:
             return scores
         grouped = scores.unflatten(1, (self.groups, -1))

@@ -11,7 +11,7 @@ A round trip returns the same bits (architectures.py).
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from areal_lite.data.model_folder import UNTRAINED, weight_files
-from areal_lite.megatron.architectures import layout
+from areal_lite.megatron.architectures import EXPERT, layout
 from areal_lite.megatron.lora import adapters, is_adapter
 from areal_lite.megatron.model import LAYER, Backbone
 from areal_lite.megatron.parallel import process_group
@@ -142,15 +142,24 @@ class WeightStream:
         bucket: Bucket = []
         held = 0
         itemsize = next(iter(self.own.values())).itemsize
-        for name, shards in self.shards.items():
-            size = itemsize * sum(torch.Size(shape).numel() for _, _, shape in shards)
-            if bucket and held + size > bucket_bytes and self._may_begin_bucket(name):
+        for _, group in groupby(self.shards, self._tensors):
+            names = list(group)
+            shapes = [shape for name in names for _, _, shape in self.shards[name]]
+            size = itemsize * sum(torch.Size(shape).numel() for shape in shapes)
+            if bucket and held + size > bucket_bytes and self._may_begin_bucket(names[0]):
                 heartbeat.beat()
                 yield bucket
                 bucket, held = [], 0
-            bucket.extend(self._join(name, self._receive(name, shards)))
+            parts = [self._join(name, self._receive(name, self.shards[name])) for name in names]
+            if len(parts) > 1:
+                parts = [[(parts[0][0][0], torch.stack([part[0][1] for part in parts]))]]
+            bucket.extend(parts[0])
             held += size
         yield bucket
+
+    def _tensors(self, name: str) -> tuple[str, ...]:
+        """Return the tensors of the parameter, which several experts may share."""
+        return layout(name, self.hf).names
 
     def _may_begin_bucket(self, name: str) -> bool:
         """Return whether the parameter's tensors need no earlier ones in their bucket."""
@@ -201,6 +210,9 @@ class AdapterStream(WeightStream):
         whole = shards[0] if len(shards) == 1 else torch.cat(shards, 1)
         return [(each, whole) for each in names]
 
+    def _tensors(self, name: str) -> tuple[str, ...]:
+        return (name,)
+
     def _may_begin_bucket(self, name: str) -> bool:
         return name.endswith(_A)
 
@@ -213,10 +225,11 @@ def _adapted(name: str) -> str:
     return name.removesuffix(_A).removesuffix(_B) + ".weight"
 
 
-def _order(item: tuple[str, object]) -> tuple[int, str]:
-    """Order parameters layer by layer, the same on all ranks."""
-    layer = LAYER.search(item[0])
-    return (int(layer[0]) if layer else -1, item[0])
+def _order(item: tuple[str, object]) -> tuple[int, str, int]:
+    """Order parameters layer by layer, and experts by their numbers, the same on all ranks."""
+    (layer, expert), name = (each.search(item[0]) for each in (LAYER, EXPERT)), item[0]
+    number = int(expert[0]) if expert else -1
+    return int(layer[0]) if layer else -1, EXPERT.sub("{expert}", name), number
 
 
 @torch.no_grad()
@@ -253,7 +266,8 @@ def export_hf(buckets: Iterator[Bucket], source: Path, folder: Path, dtype: torc
             if path.suffix in _COPIED_SUFFIXES and path.name not in ("config.json", _INDEX):
                 shutil.copy2(path, scratch / path.name)
         config = json.loads((source / "config.json").read_text())
-        config.pop("torch_dtype", None)
+        for name in ("torch_dtype", "quantization_config"):
+            config.pop(name, None)
         config["dtype"] = str(dtype).removeprefix("torch.")
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         _write_weights(chain(buckets, _untrained(source)), scratch, dtype)

@@ -48,11 +48,12 @@ class PackedKernel(Protocol):
         spans: Spans,
         window: int | None,
         scale: float,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Attend over tokens [t, heads, dim]. Carries gradients.
 
         window: how many of its keys a token sees at most, the last ones; None for all.
-        scale: of the dot products.
+        scale: of the dot products. sinks: [heads], scores of a key without a value.
         """
         ...
 
@@ -107,9 +108,20 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    """Return x sigmoid(1.702 x), which is close to GELU (arXiv:1606.08415)."""
+    return x * (1.702 * x).sigmoid()
+
+
+def _quick_gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    gate = (1.702 * x).sigmoid()
+    return grad * gate * (1 + 1.702 * x * (1 - gate))
+
+
 _SLOPES: dict[Callable, Callable[[Tensor, Tensor], Tensor]] = {
     F.silu: torch.ops.aten.silu_backward,
     gelu_tanh: partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    quick_gelu: _quick_gelu_backward,
 }
 """Activation -> (gradient of its result, its argument) -> gradient of its argument."""
 
@@ -118,47 +130,85 @@ def gated(
     projections: Tensor,
     scale: Tensor | None = None,
     activation: Callable[[Tensor], Tensor] = F.silu,
+    limit: float | None = None,
 ) -> Tensor:
     """Compute activation(a) * b from [..., 2 n]; a is the first half: [..., n] (arXiv:2002.05202).
 
-    scale: [...], what each row is multiplied with. Only the arguments are kept for backward, which
-    computes the activation, one of `_SLOPES`, again.
+    scale: [...], what each row is multiplied with; limit: no a is larger, and no |b|, to which 1 is
+    then added (gpt-oss). Only the arguments are kept for backward, which computes the activation,
+    one of `_SLOPES`, again.
     """
-    result = _Gated.apply(projections, scale, activation)
+    result = _Gated.apply(projections, scale, activation, limit)
     assert isinstance(result, Tensor)
     return result
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, projections: Tensor, scale: Tensor | None, activation: Callable) -> Tensor:
+    def forward(
+        ctx, projections: Tensor, scale: Tensor | None, activation: Callable, limit: float | None
+    ) -> Tensor:
         ctx.save_for_backward(projections, scale)
-        ctx.activation = activation
-        return _gated(projections, scale, activation)
+        ctx.options = activation, limit
+        return _gated(projections, scale, activation, limit)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         projections, scale = ctx.saved_tensors
-        return *_gated_backward(projections, scale, ctx.activation, grads[0]), None
+        activation, limit = ctx.options
+        found = _gated_backward(projections, scale, activation, limit, grads[0])
+        return *found, None, None
 
 
 @fused
-def _gated(projections: Tensor, scale: Tensor | None, activation: Callable) -> Tensor:
-    a, b = projections.chunk(2, -1)
+def _gated(
+    projections: Tensor, scale: Tensor | None, activation: Callable, limit: float | None
+) -> Tensor:
+    a, b = _limited(projections, limit)
     product = activation(a).mul_(b)
     return product if scale is None else product.mul_(scale[..., None])
 
 
+def _limited(projections: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+    a, b = projections.chunk(2, -1)
+    return (a, b) if limit is None else (a.clamp(max=limit), b.clamp(-limit, limit) + 1)
+
+
 @fused
-def _gated_backward(projections: Tensor, scale: Tensor | None, activation: Callable, grad: Tensor):
-    (a, b), slope = projections.chunk(2, -1), None
+def _gated_backward(
+    projections: Tensor,
+    scale: Tensor | None,
+    activation: Callable,
+    limit: float | None,
+    grad: Tensor,
+):
+    (a, b), slope = _limited(projections, limit), None
     of_b = activation(a).mul_(grad)
     if scale is not None:
         slope = (of_b * b).sum(-1, dtype=scale.dtype)
         grad, of_b = grad * scale[..., None], of_b.mul_(scale[..., None])
     of_a = _SLOPES[activation](grad * b, a.to(grad.dtype))
-    return torch.cat((of_a.to(grad.dtype), of_b), -1).to(projections.dtype), slope
+    both = torch.cat((of_a.to(grad.dtype), of_b), -1).to(projections.dtype)
+    if limit is not None:
+        a, b = projections.chunk(2, -1)
+        both = both * torch.cat((a <= limit, b.abs() <= limit), -1)
+    return both, slope
+
+
+def add_sink(out: Tensor, sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Give each head's softmax one more key, with the score `sinks` [heads] and no value.
+
+    out: [t, heads, dim]; sums: [heads, t], the logarithm of the softmax's sum. Returns both anew.
+    """
+    rest = (sums - sinks[:, None].float()).sigmoid()  # what the sink leaves
+    return (out * rest.t()[..., None]).to(out.dtype), sums - rest.log()
+
+
+def sink_gradient(grad: Tensor, out: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of `sinks`, given the results of `add_sink` and the gradient of `out`."""
+    slopes = (grad.float() * out.float()).sum(-1).t()  # [heads, t]
+    return -((sinks[:, None].float() - sums).exp() * slopes).sum(1).to(sinks.dtype)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -127,6 +127,53 @@ class GatedColumnParallel(Parameter):
         return parts if len(self.names) == 2 else [torch.cat(parts)]
 
 
+class Stacked(Parameter):
+    """A part of a tensor with one entry for each expert, which `join` returns alone: `expert`."""
+
+    expert = 0
+
+    def _own(self, source: Source, rank: int, ranks: int, dim: int) -> Tensor:
+        """Read the part of a rank along a dimension of an expert's entry."""
+        shape = source.get_shape()[1:]
+        index = [slice(0, size) for size in shape]
+        index[dim] = _span(shape[dim], rank, ranks)
+        return source[slice(self.expert, self.expert + 1), *index][0]
+
+
+class StackedGate(Stacked):
+    """Gate and up projection: entries [in, 2 n] or [2 n], in which columns of both alternate."""
+
+    def shard(self, hf, sources, rank, ranks):
+        rows = self._own(sources[0], rank, ranks, -1).t()
+        return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+
+    def join(self, hf, shards):
+        rows = [x.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) for x in shards]
+        return [_cat(rows).t()]
+
+
+class StackedRowParallel(Stacked):
+    """Matrices, split along their inputs: entries [in, out]."""
+
+    def shard(self, hf, sources, rank, ranks):
+        return self._own(sources[0], rank, ranks, 0).t()
+
+    def join(self, hf, shards):
+        return [_cat(shards, 1).t()]
+
+
+class StackedVector(Stacked):
+    """Vectors, the same on all ranks."""
+
+    replicated = True
+
+    def shard(self, hf, sources, rank, ranks):
+        return self._own(sources[0], 0, 1, 0)
+
+    def join(self, hf, shards):
+        return list(shards[:1])
+
+
 class Grouped(Parameter):
     """Tensors made of pieces. A group has its rows of every piece, and a rank has whole groups."""
 

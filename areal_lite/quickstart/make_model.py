@@ -78,7 +78,10 @@ def _check(config: MakeModelConfig) -> None:
         raise ValueError(
             f"num_heads={config.num_heads} is not a multiple of num_kv_heads={config.num_kv_heads}"
         )
-    if config.architecture in ("qwen3_moe", "qwen3_next", "glm4_moe") and config.tie_embeddings:
+    if (
+        config.architecture in ("qwen3_moe", "qwen3_next", "glm4_moe", "gpt_oss")
+        and config.tie_embeddings
+    ):
         raise ValueError(
             f"tie_embeddings=true with architecture={config.architecture}, whose embeddings SGLang"
             " does not share: set it to false"
@@ -156,6 +159,9 @@ def _architecture_settings(config: MakeModelConfig) -> dict[str, Any]:
         }
     if config.architecture == "glm4_moe":
         settings |= {"n_routed_experts": settings.pop("num_experts"), "attention_bias": True}
+    if config.architecture == "gpt_oss":
+        rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+        settings |= {"swiglu_limit": 7.0, "rope_parameters": rope}
     if config.architecture in DELTA_NETS:
         settings |= {
             "full_attention_interval": _INTERVAL,

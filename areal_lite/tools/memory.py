@@ -25,6 +25,7 @@ pipeline stage.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 
 from transformers import PretrainedConfig
 
@@ -106,9 +107,9 @@ def parameter_sizes(
         yield "output_layer.weight", rows * hf.hidden_size
     sizes, experts = _layer_sizes(hf), num_experts(vars(hf))
     for layer in range(hf.num_hidden_layers):
-        layer_sizes = sorted(
+        layer_sizes = (
             (name.format(expert=e), sizes[name])
-            for name in layer_mapping(hf, layer)
+            for name in sorted(layer_mapping(hf, layer))
             for e in range(experts if "{expert}" in name else 1)
         )
         yield from ((f"decoder.layers.{layer}.{name}", size) for name, size in layer_sizes)
@@ -118,7 +119,7 @@ def _layer_sizes(hf: PretrainedConfig) -> dict[str, int]:
     """Count the elements of every parameter that a layer can have."""
     hidden, dim = hf.hidden_size, head_dim(hf)
     queries, keys = hf.num_attention_heads * dim, hf.num_key_value_heads * dim
-    expert = getattr(hf, "moe_intermediate_size", 0)
+    expert = _expert_width(hf)
     dense, shared = getattr(hf, "intermediate_size", 0), _shared_width(hf)
     family = ARCHITECTURES[hf.model_type]
     wide, gated = family.wide_qk_norm, "attention_output_gate" in family.fields(hf)
@@ -131,14 +132,19 @@ def _layer_sizes(hf: PretrainedConfig) -> dict[str, int]:
         "self_attention.linear_qkv.weight": (queries + gates + 2 * keys) * hidden,
         "self_attention.linear_qkv.bias": queries + 2 * keys,
         "self_attention.linear_proj.weight": queries * hidden,
+        "self_attention.linear_proj.bias": hidden,
+        "self_attention.core_attention.heads.sinks": hf.num_attention_heads,
         "self_attention.q_layernorm.weight": queries if wide else dim,
         "self_attention.k_layernorm.weight": keys if wide else dim,
         "mlp.linear_fc1.weight": 2 * dense * hidden,
         "mlp.linear_fc2.weight": dense * hidden,
         "mlp.router.weight": num_experts(vars(hf)) * hidden,
         "mlp.router.bias": num_experts(vars(hf)),
+        "mlp.router.correction": num_experts(vars(hf)),
         _EXPERT_FC1: 2 * expert * hidden,
+        "mlp.experts.local_experts.{expert}.linear_fc1.bias": 2 * expert,
         "mlp.experts.local_experts.{expert}.linear_fc2.weight": expert * hidden,
+        "mlp.experts.local_experts.{expert}.linear_fc2.bias": hidden,
         "mlp.shared_experts.linear_fc1.weight": 2 * shared * hidden,
         "mlp.shared_experts.linear_fc2.weight": shared * hidden,
         "mlp.shared_experts.gate_weight": hidden,
@@ -157,6 +163,11 @@ def _delta_net_sizes(hf: PretrainedConfig) -> dict[str, int]:
         "self_attention.norm.weight": hf.linear_value_head_dim,
         "self_attention.out_proj.weight": values * hf.hidden_size,
     }
+
+
+def _expert_width(hf: PretrainedConfig) -> int:
+    """Return the width of an expert's MLP."""
+    return getattr(hf, "moe_intermediate_size", 0) or getattr(hf, "intermediate_size", 0)
 
 
 def _shared_width(hf: PretrainedConfig) -> int:
@@ -183,7 +194,8 @@ def rank_parameters(hf: PretrainedConfig, trainer: TrainerConfig, stage: int) ->
         else:
             on_stage = stage == stages - 1
         if on_stage and ".local_experts." in name:
-            experts += size
+            whole = layout(name, hf).replicated and trainer.expert_parallel == 1
+            experts += size * tensor if whole else size
         elif on_stage:
             dense += size if layout(name, hf).replicated else size // tensor
     return dense, experts // _expert_parts(trainer)
@@ -325,9 +337,12 @@ def layer_activations(
     if sparse := sum("mlp.router.weight" in names for names in layers):
         # For each expert of a token: a copy of the token, both projections, their product, and
         # four numbers of its place and weight. Tensor-parallel ranks share tokens or experts.
-        row = b * (3 * hf.moe_intermediate_size + hidden) + 28
+        width, place = 3 * _expert_width(hf), 28
+        if any("mlp.router.bias" in names for names in layers):  # and which expert's biases
+            place += 3 * b * num_experts(vars(hf)) // trainer.expert_parallel
+        row = b * (width + hidden) + place
         if trainer.expert_parallel == 1:
-            row = b * (3 * hf.moe_intermediate_size + hidden * tensor) + 28 * tensor
+            row = b * (width + hidden * tensor) + place * tensor
         mixture = hf.num_experts_per_tok * row / tensor
         if shared := _shared_width(hf):
             mixture += b * (5 * shared / tensor + 2 * hidden)
@@ -349,9 +364,12 @@ def push_buckets(
 ) -> list[int]:
     """Count the bytes of each bucket of a push of all weights (`WeightStream.buckets`)."""
     buckets = [0]
-    for name, size in parameter_sizes(hf, padded_vocab(hf, trainer.tensor_parallel)):
-        if not layout(name, hf).trained:
+    found = parameter_sizes(hf, padded_vocab(hf, trainer.tensor_parallel))
+    for _, group in groupby(found, lambda each: layout(each[0], hf).names):
+        names, sizes = zip(*group)
+        if not layout(names[0], hf).trained:
             continue
+        size = sum(sizes)
         if buckets[-1] and buckets[-1] + size * itemsize > bucket_bytes:
             buckets.append(0)
         buckets[-1] += size * itemsize

@@ -88,6 +88,14 @@ FAMILIES = {
         | {"num_key_value_heads": 4, "layer_types": None, "sliding_window_pattern": 3}
         | {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {"rope_theta": 3e2}}},
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        NO_PAD
+        | UNTIED
+        | TYPES
+        | {"sliding_window": 6, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"rope_parameters": YARN | {"truncate": False}, "swiglu_limit": 7.0},
+    ),
     "qwen3_next": ("qwen3_next", UNTIED | NETS | SHARED | {"norm_topk_prob": True}),
     "qwen3_5": ("qwen3_5_text", NETS | {"layer_types": None, "full_attention_interval": 2}),
     "qwen3_5_moe": ("qwen3_5_moe_text", NETS | SHARED),
@@ -131,7 +139,7 @@ def families(layout: str) -> tuple[str, ...]:
     if "context_parallel" in LAYOUTS[layout]:
         return tuple(name for name in FAMILIES if name not in nets)
     if "expert_parallel" in LAYOUTS[layout]:
-        experts = {"num_experts", "n_routed_experts"}
+        experts = {"num_experts", "n_routed_experts", "num_local_experts"}
         return tuple(name for name, (_, fields) in FAMILIES.items() if experts & fields.keys())
     return tuple(FAMILIES)
 
@@ -203,7 +211,7 @@ def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         if parameter.grad is None:
             continue
         layer, experts, kind = name.partition(".mlp.experts.")
-        if not experts:
+        if not experts or model.config.model_type == "gpt_oss":
             gradients[name] = parameter.grad
             continue
         parts = ("down_proj",) if kind == "down_proj" else ("gate_proj", "up_proj")

@@ -72,17 +72,20 @@ class Routed(torch.nn.Module):
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.left = torch.empty(0)
         self.changed = [0, 0]
-        blocks = [block.mlp for block in self.model.model.layers if hasattr(block.mlp, "gate")]
+        mlps = [block.mlp for block in self.model.model.layers]
+        blocks = [mlp for mlp in mlps if hasattr(mlp, "gate") or hasattr(mlp, "router")]
         for layer, block in enumerate(blocks):
             if hasattr(block, "route_tokens_to_experts"):  # GLM
                 choose = partial(self._by_sigmoids, block.route_tokens_to_experts, block, layer)
                 block.route_tokens_to_experts = choose
                 continue
-            gate = block.gate
+            gate = block.gate if hasattr(block, "gate") else block.router  # gpt-oss
             gate.forward = lambda hidden, gate=gate, layer=layer: self._choose(hidden, gate, layer)
 
     def _choose(self, hidden: torch.Tensor, gate, layer: int):
-        logits = torch.nn.functional.linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
+        biases = [gate.bias] if hasattr(gate, "bias") else []
+        rows = hidden.reshape(-1, gate.hidden_dim)
+        logits = torch.nn.functional.linear(rows, gate.weight, *biases)
         probs = logits.softmax(-1)
         own = probs.topk(gate.top_k).indices
         routes = self.left[: len(own), layer]
@@ -160,20 +163,23 @@ def test_log_probs_are_those_of_the_recorded_experts(results, expected, name) ->
         assert 0.2 < rank["changed"] < 1 and rank["changed_own"] != rank["changed_own"]
 
 
-def test_layers_without_experts_have_no_routes(tmp_path, monkeypatch) -> None:
-    """Half of the layers of the model are dense: all those of the first pipeline stage."""
-    monkeypatch.setitem(MODELS, "glm", FAMILIES["glm4_moe_plain"])
-    make_model("glm", tmp_path / "glm")
+@pytest.mark.parametrize("family, layers", [("glm4_moe_plain", 2), ("gpt_oss", 4)])
+def test_other_families_replay_in_the_layers_that_have_experts(
+    tmp_path, monkeypatch, family, layers
+) -> None:
+    """Half of GLM's layers are dense: all those of the first pipeline stage."""
+    monkeypatch.setitem(MODELS, "other", FAMILIES[family])
+    make_model("other", tmp_path / "other")
     chosen = {"tensor": dict(tensor_parallel=2), "pipeline": dict(pipeline_parallel=2)}
-    routed = Routed(tmp_path / "glm")
-    batch = routed_batch(12, seed=100, layers=2)
+    routed = Routed(tmp_path / "other")
+    batch = routed_batch(12, seed=100, layers=layers)
     with torch.no_grad():
         replayed = routed.logprobs(batch)
         own = reference_logprobs(
-            AutoModelForCausalLM.from_pretrained(tmp_path / "glm", dtype=torch.float32), batch
+            AutoModelForCausalLM.from_pretrained(tmp_path / "other", dtype=torch.float32), batch
         )
     assert (own - replayed).abs().max() > 0.1
-    for rank in launch(chosen, tmp_path / "glm", 2, tmp_path / "out", 2):
+    for rank in launch(chosen, tmp_path / "other", layers, tmp_path / "out", 2):
         for name in chosen:
             for layout in ("logprobs", "plain"):
                 assert (rank[name][layout] - replayed).abs().max() <= 5e-6

@@ -22,7 +22,7 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
 def make(folder: Path, architecture: str = "qwen3") -> Path:
-    tie = architecture not in ("qwen3_moe", "qwen3_next", "glm4_moe")
+    tie = architecture not in ("qwen3_moe", "qwen3_next", "glm4_moe", "gpt_oss")
     make_model.run(
         MakeModelConfig(out=str(folder), architecture=architecture, tie_embeddings=tie, **TINY)
     )
@@ -57,7 +57,8 @@ def test_every_architecture_passes_and_a_wrong_size_does_not(
     model = make(tmp_path / "model", architecture)
     check_model_folder(model)
     config = json.loads((model / "config.json").read_text())
-    width = "moe_intermediate_size" if architecture in EXPERTS else "intermediate_size"
+    mixture = architecture in EXPERTS and architecture != "gpt_oss"
+    width = "moe_intermediate_size" if mixture else "intermediate_size"
     for key in ("vocab_size", "hidden_size", "num_key_value_heads", width):
         (model / "config.json").write_text(json.dumps(config | {key: config[key] * 2}))
         assert "but config.json implies" in refusal(model)

@@ -70,7 +70,7 @@ def place_heads(projections, norms, eps, angles, slots, query, keys, values):
 
 
 @numba.njit(cache=True, nogil=True, fastmath=True)
-def paged_attention(query, keys, values, req_to_token, rows, lengths, scale, out):
+def paged_attention(query, keys, values, req_to_token, rows, lengths, settings, out):
     """Set out[t, h] = softmax(scale · query[t, h] · K) · V for every query token t and head h.
 
     K and V are those of the first lengths[t] slots of request rows[t]. They are read in place, in
@@ -84,10 +84,11 @@ def paged_attention(query, keys, values, req_to_token, rows, lengths, scale, out
         req_to_token: int32 [requests, context], the slots of each request, in whole pages.
         rows: int64 [tokens].
         lengths: int64 [tokens], at least 1.
-        scale: float32.
+        settings: scale, float32; window, how many of its slots a token sees at most, the last ones;
+            and sinks, float32 [heads] or [0], the scores of one more key, without a value.
         out: float32 [tokens, heads, head_dim], written.
     """
-    num_tokens, num_heads, dim = query.shape
+    (num_tokens, num_heads, dim), (scale, window, sinks) = query.shape, settings
     most_pages = -(-lengths.max() // PAGE)
     scores = np.empty((num_heads, most_pages * PAGE), np.float32)
     k, v, kv_heads = keys.reshape(-1), values.reshape(-1), keys.shape[1]
@@ -95,26 +96,44 @@ def paged_attention(query, keys, values, req_to_token, rows, lengths, scale, out
     # The order in which pages are read: keys, values, then the first keys of the next token.
     starts = np.empty(2 * most_pages + _PAGES_AHEAD, np.int64)
     for t in range(num_tokens):
-        slots, count = req_to_token[rows[t]], -(-lengths[t] // PAGE)
+        start = max(lengths[t] - window, 0)  # the first slot that it sees
+        skipped = start // PAGE * PAGE
+        length, start = lengths[t] - skipped, start - skipped
+        slots, count = req_to_token[rows[t], skipped:], -(-length // PAGE)
         next_slots = req_to_token[rows[min(t + 1, num_tokens - 1)]]
-        for page in range(count):
-            starts[page] = slots[page * PAGE] // PAGE * page_size
-            starts[count + page] = starts[page]
-        for page in range(_PAGES_AHEAD):
-            slot = next_slots[min(page * PAGE, len(next_slots) - 1)]
-            starts[2 * count + page] = slot // PAGE * page_size
+        _list_pages(slots, next_slots, count, page_size, starts)
         for i in range(count):
             ahead = i + _PAGES_AHEAD
             fetched = v if count <= ahead < 2 * count else k
             _score(query, t, k, starts[i], kv_heads, scores, i * PAGE, fetched, starts[ahead])
-        for head in range(num_heads):
-            softmax(scores[head, : lengths[t]], scale)
+        _weigh(scores, start, length, scale, sinks)
         out[t] = 0
         for i in range(count):
             ahead = count + i + _PAGES_AHEAD
             fetched = v if ahead < 2 * count else k
-            some = scores[:, i * PAGE : min(lengths[t], (i + 1) * PAGE)]
+            some = scores[:, i * PAGE : min(length, (i + 1) * PAGE)]
             _add_values(some, v, starts[i], kv_heads, out, t, fetched, starts[ahead])
+
+
+@numba.njit(cache=True, nogil=True)
+def _list_pages(slots, next_slots, count, page_size, starts):
+    """Set `starts` to where `count` pages begin in the cache, twice, and the next token's first."""
+    for page in range(count):
+        starts[page] = slots[page * PAGE] // PAGE * page_size
+        starts[count + page] = starts[page]
+    for page in range(_PAGES_AHEAD):
+        slot = next_slots[min(page * PAGE, len(next_slots) - 1)]
+        starts[2 * count + page] = slot // PAGE * page_size
+
+
+@numba.njit(cache=True, nogil=True, fastmath=True)
+def _weigh(scores, start, length, scale, sinks):
+    """Replace scores from `start` to `length` by their softmax, and those before by zeros."""
+    for head in range(len(scores)):
+        scores[head, :start] = 0
+        total = softmax(scores[head, start:length], scale)
+        if len(sinks):
+            scores[head, start:length] /= np.float32(1) + np.exp(sinks[head] - total)
 
 
 @numba.njit(cache=True, nogil=True, fastmath=True)

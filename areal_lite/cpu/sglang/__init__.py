@@ -10,6 +10,7 @@ SGLang itself is not edited. It has extension points for hardware that it does n
 * `pages.py`: the allocator of the KV cache, whose kernels SGLang has in Triton only.
 * `decoder.py`: the layers of dense models, by few operators.
 * `delta_net.py`: one kernel for the gated delta nets of Qwen3-Next and Qwen3.5.
+* `gpt_oss.py`: what SGLang lets gpt-oss do with a GPU only.
 * The windows of Mistral, Qwen and Phi-3, whose models in SGLang have none.
 * `operators.py`: the norm and the rotary embedding, by one kernel each, for other models.
 * `invariant.py`: batch-invariant products and seeded sampling, for `server.deterministic`.
@@ -34,7 +35,7 @@ def activate() -> str | None:
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from areal_lite.cpu.sglang import delta_net
+    from areal_lite.cpu.sglang import delta_net, gpt_oss
     from areal_lite.cpu.sglang.invariant import multinomial_with_seed
     from areal_lite.sglang_plugins import push
 
@@ -45,7 +46,7 @@ def activate() -> str | None:
         ("managers.scheduler.Scheduler._should_defer_prefill", _defer_while_decoding, around),
         *((f"models.{model}.forward", _forward, around) for model in _DENSE_MODELS),
         *((f"models.{model}.__init__", _set_windows, after) for model in (*_DENSE_MODELS, _MOE)),
-        *((target, hook, around) for target, hook in delta_net.hooks()),
+        *((target, hook, around) for target, hook in (*delta_net.hooks(), *gpt_oss.hooks())),
         ("layers.logits_processor.LogitsProcessor._compute_lm_head", _lm_head, around),
         (f"{runner}.maybe_enable_batch_invariant_mode", _make_invariant, replace),
         ("layers.sampler.multinomial_with_seed", multinomial_with_seed, replace),

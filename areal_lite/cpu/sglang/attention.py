@@ -2,8 +2,8 @@
 
 The result is that of SGLang's `TorchNativeAttnBackend`: softmax(scale · q Kᵀ) V, causal, with
 grouped queries, for any mix of lengths, cached prefixes and chunks. Decoding is the case of one
-query token per request. Everything else than causal self-attention over the whole context
-(encoders, sliding windows) goes to the parent class.
+query token per request. Layers may have a window and sinks. Everything else than causal
+self-attention (encoders) goes to the parent class.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from areal_lite.cpu.kernels.paged_attention import PAGE, paged_attention
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+_ALL = 2**62  # a window over all tokens
+_NO_SINKS = np.empty(0, np.float32)
 
 
 class AttentionSpans(NamedTuple):
@@ -64,15 +68,15 @@ class PagedCpuAttention(TorchNativeAttnBackend):
         self._spans = AttentionSpans.of(forward_batch)
         self._shares = self._spans.shares(torch.get_num_threads())
 
-    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
-        plain = self.is_plain(layer, forward_batch)
-        attend = self._attend if plain else super().forward_decode
-        return attend(q, k, v, layer, forward_batch, save_kv_cache)
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
+        if self.is_plain(layer, forward_batch):
+            return self._attend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+        return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
 
-    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
-        plain = self.is_plain(layer, forward_batch)
-        attend = self._attend if plain else super().forward_extend
-        return attend(q, k, v, layer, forward_batch, save_kv_cache)
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
+        if self.is_plain(layer, forward_batch):
+            return self._attend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
 
     def is_plain(self, layer: RadixAttention, batch: ForwardBatch) -> bool:
         """Return whether the kernel computes the attention of this layer, now and always."""
@@ -84,7 +88,14 @@ class PagedCpuAttention(TorchNativeAttnBackend):
         )
 
     def _attend(
-        self, q, k, v, layer: RadixAttention, batch: ForwardBatch, save_kv_cache: bool
+        self,
+        q,
+        k,
+        v,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        save_kv_cache: bool,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         if save_kv_cache and k is not None:
             keys, values = self._cache(layer)
@@ -94,7 +105,10 @@ class PagedCpuAttention(TorchNativeAttnBackend):
             values[pages, offsets] = v.reshape(heads).to(values.dtype)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).float().contiguous()
         out = torch.empty_like(query)
-        self.attend(query.numpy(), *self.cache(layer), layer.scaling, out.numpy())
+        size = layer.sliding_window_size  # without the token itself
+        window = _ALL if size is None or size < 0 else size + 1
+        scores = _NO_SINKS if sinks is None else sinks.float().numpy()
+        self.attend(query.numpy(), *self.cache(layer), layer.scaling, out.numpy(), window, scores)
         return out.to(q.dtype).flatten(1)
 
     def cache(self, layer: RadixAttention) -> tuple[np.ndarray, np.ndarray]:
@@ -113,7 +127,14 @@ class PagedCpuAttention(TorchNativeAttnBackend):
         return keys.view(-1, heads, dim, PAGE), values.view(-1, PAGE, heads, dim)
 
     def attend(
-        self, query: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, out: np.ndarray
+        self,
+        query: np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
+        scale: float,
+        out: np.ndarray,
+        window: int = _ALL,
+        sinks: np.ndarray = _NO_SINKS,
     ) -> None:
         """Set `out` to the attention of the batch's tokens, whose keys are in the cache.
 
@@ -123,9 +144,11 @@ class PagedCpuAttention(TorchNativeAttnBackend):
             scale: of the dot products.
             out: float32 [tokens or more, heads, head_dim], of which those of the tokens are
                 written.
+            window, sinks: as in `paged_attention`.
         """
         assert self.req_to_token_pool is not None
         slots = self.req_to_token_pool.req_to_token.numpy()
+        settings = np.float32(scale), window, sinks
 
         def attend(tokens: slice) -> None:
             paged_attention(
@@ -135,7 +158,7 @@ class PagedCpuAttention(TorchNativeAttnBackend):
                 slots,
                 self._spans.rows[tokens],
                 self._spans.lengths[tokens],
-                np.float32(scale),
+                settings,
                 out[tokens],
             )
 
@@ -147,11 +170,10 @@ class PagedCpuAttention(TorchNativeAttnBackend):
 
 
 def is_plain_attention(layer: RadixAttention) -> bool:
-    """Return whether a layer's tokens attend to all tokens up to themselves, and fit the kernel."""
+    """Return whether a layer's tokens attend to tokens up to themselves, and fit the kernel."""
     return (
         layer.attn_type == AttentionType.DECODER
         and not layer.is_cross_attention
-        and layer.sliding_window_size in (None, -1)
         and layer.qk_head_dim == layer.v_head_dim
         and layer.qk_head_dim % PAGE == 0
     )

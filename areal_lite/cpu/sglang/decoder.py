@@ -181,6 +181,7 @@ def _is_plain_layer(layer: Any) -> bool:
         and is_plain_rotation(rotary)
         and rotary.head_size == attention.head_dim
         and is_plain_attention(attention.attn)
+        and attention.attn.sliding_window_size in (None, -1)
     )
 
 

@@ -31,16 +31,18 @@ def cases(draw) -> dict:
     }
 
 
-def attend_plainly(query, keys, values, scale):
+def attend_plainly(query, keys, values, scale, window, sinks):
     """Attend with torch: query [n, H, D] at the last n positions, keys and values [L, Hkv, D]."""
     n, length = len(query), len(keys)
-    mask = torch.arange(length) <= torch.arange(length - n, length)[:, None]
-    return torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(0, 1)[None].double() for x in (query, keys, values)),
-        attn_mask=mask,
-        scale=scale,
-        enable_gqa=True,
-    )[0].transpose(0, 1)
+    back = torch.arange(length - n, length)[:, None] - torch.arange(length)
+    hidden = (back < 0) | (back >= (window or length))
+    group = query.shape[1] // keys.shape[1]
+    query, keys, values = (x.transpose(0, 1).double() for x in (query, keys, values))
+    keys, values = (x.repeat_interleave(group, 0) for x in (keys, values))
+    scores = (scale * query @ keys.transpose(1, 2)).masked_fill(hidden, -torch.inf)
+    if len(sinks):
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, n, 1)), -1)
+    return (scores.softmax(-1)[..., :length] @ values).transpose(0, 1)
 
 
 def as_pages(keys: torch.Tensor) -> torch.Tensor:
@@ -54,10 +56,11 @@ def as_array(cache: torch.Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @settings(max_examples=40, deadline=None)
-@given(case=cases())
-def test_equals_plain_attention(dtype, case):
+@given(case=cases(), window=st.sampled_from([None, 1, 5, 17, 40]), sink=st.booleans())
+def test_equals_plain_attention(dtype, case, window, sink):
     generator = torch.Generator().manual_seed(case["seed"])
     dim, scale = case["head_dim"], case["head_dim"] ** -0.5
+    sinks = torch.randn(case["heads"] if sink else 0, generator=generator)
     # What no request has written is never read into a result.
     keys, values = torch.full((2, NUM_PAGES * PAGE, case["kv_heads"], dim), torch.nan, dtype=dtype)
     pages = torch.randperm(NUM_PAGES, generator=generator)
@@ -74,7 +77,7 @@ def test_equals_plain_attention(dtype, case):
             cache[mine] = torch.randn(len(mine), *cache.shape[1:], generator=generator).to(dtype)
         query = torch.randn(new, case["heads"], dim, generator=generator)
         queries.append(query)
-        expected.append(attend_plainly(query, keys[mine], values[mine], scale))
+        expected.append(attend_plainly(query, keys[mine], values[mine], scale, window, sinks))
         rows += [int(row)] * new
         lengths += range(prefix + 1, prefix + new + 1)
     query = torch.cat(queries)
@@ -86,10 +89,13 @@ def test_equals_plain_attention(dtype, case):
         table.numpy(),
         np.array(rows),
         np.array(lengths),
-        np.float32(scale),
+        (np.float32(scale), window or 2**62, sinks.numpy()),
         out.numpy(),
     )
     torch.testing.assert_close(out.double(), torch.cat(expected), atol=2e-6, rtol=0)
+
+
+PLAIN = np.float32(1), 2**62, np.empty(0, np.float32)
 
 
 def test_large_scores_do_not_overflow():
@@ -99,7 +105,7 @@ def test_large_scores_do_not_overflow():
     out = torch.empty(1, 1, 16)
     table = torch.arange(PAGE, dtype=torch.int32)[None]
     arrays = (x.numpy() for x in (query, as_pages(keys), values[None], table))
-    paged_attention(*arrays, np.array([0]), np.array([2]), np.float32(1), out.numpy())
+    paged_attention(*arrays, np.array([0]), np.array([2]), PLAIN, out.numpy())
     assert (out == 3).all()
 
 

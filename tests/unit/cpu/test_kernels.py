@@ -116,9 +116,12 @@ def test_a_sum_is_normed_and_kept(shape, seed):
     scale=st.sampled_from([0.1, 1.0, 4.0]),
     window=st.sampled_from([None, None, 1, 3, 20, 64]),
     factor=st.sampled_from([0.1, 0.3]),
+    sink=st.sampled_from([None, -3.0, 2.0]),
     seed=st.integers(0, 2**31),
 )
-def test_packed_attention_and_its_gradients(segments, heads, dim, scale, window, factor, seed):
+def test_packed_attention_and_its_gradients(
+    segments, heads, dim, scale, window, factor, sink, seed
+):
     """A segment sees its own tokens, and before them some of all tokens."""
     torch.manual_seed(seed)
     lengths = [length for length, _ in segments]
@@ -131,28 +134,34 @@ def test_packed_attention_and_its_gradients(segments, heads, dim, scale, window,
         for start, (length, before) in zip(queries, segments)
     ]
 
-    def packed(*inputs):
+    inputs = [query, key, value]
+    inputs += [] if sink is None else [(sink + torch.randn(heads[0])).requires_grad_()]
+
+    def packed(query, key, value, sinks=None):
         keys = np.cumsum([0, *map(len, seen)])
         spans = Spans(queries=queries, keys=keys, index=torch.cat(seen).numpy())
-        return PackedAttention()(*inputs, spans, window, factor).transpose(0, 1)
+        rest = spans, window, factor, sinks
+        return PackedAttention()(query, key, value, *rest).transpose(0, 1)
 
-    def plain(query, key, value):
+    def plain(query, key, value, sinks=None):
         attended = []
         for q, index in zip(query.split(lengths), seen, strict=True):
             tensors = (x.transpose(0, 1) for x in (q, key[index], value[index]))
             place = torch.arange(len(q))[:, None] + len(index) - len(q)
             back = place - torch.arange(len(index))
             mask = (back >= 0) & (back < (window or len(index)))
-            attended.append(
-                torch.nn.functional.scaled_dot_product_attention(
-                    *tensors, attn_mask=mask, enable_gqa=True, scale=factor
-                )
-            )
+            q, k, v = tensors
+            ratio = heads[0] // heads[1]
+            k, v = (x.repeat_interleave(ratio, 0) for x in (k, v))
+            scores = (factor * q @ k.transpose(1, 2)).masked_fill(~mask, -torch.inf)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(mask), 1)), -1)
+            attended.append(scores.softmax(-1)[..., : len(index)] @ v)
         return torch.cat(attended, 1)
 
     # The gradient of a query is a sum of differences between numbers of about scale², times scale.
     tolerance = 5e-6 * max(1, scale) ** 3
-    assert_same_with_gradients(packed, plain, [query, key, value], tolerance)
+    assert_same_with_gradients(packed, plain, inputs, tolerance)
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,12 @@ def make_router(
         moe_router_num_groups=groups[0],
         moe_router_group_topk=groups[1],
         moe_router_topk_scaling_factor=None if bias is None else 2.5,
+        add_bias_linear=False,
         params_dtype=weight.dtype,
         sequence_parallel=False,
     )
     router = Router(cast(Any, config))
     router.weight.data = weight
-    if router.bias is not None and bias is not None:
-        router.bias.data = bias
+    if router.correction is not None and bias is not None:
+        router.correction.data = bias
     return router

@@ -176,7 +176,7 @@ def test_sigmoids_choose_by_groups_and_biases_as_in_transformers(groups):
         routed_scaling_factor=2.5,
     )
     theirs, x = Glm4MoeMoE(config), random(TOKENS, HIDDEN, dtype=torch.float32)
-    assert router.bias is not None and not router.bias.requires_grad
+    assert router.correction is not None and not router.correction.requires_grad
     theirs.gate.weight.data, theirs.gate.e_score_correction_bias = WEIGHT, bias
     found = []
     for chosen, weights in (router(x), theirs.route_tokens_to_experts(theirs.gate(x))):

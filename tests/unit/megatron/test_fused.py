@@ -29,23 +29,30 @@ def arguments(name: str, tokens: int, dtype: torch.dtype) -> tuple[Callable, lis
     x, per_token = random(tokens, 50), [random(tokens) for _ in range(4)]
     return {
         "rotate": (operators.rotate, [random(tokens, 4, 8, dtype=dtype), *random(2, tokens, 1, 8)]),
-        "swiglu": (operators._gated, [random(tokens, 1, 12, dtype=dtype), None, F.silu]),
+        "swiglu": (operators._gated, [random(tokens, 1, 12, dtype=dtype), None, F.silu, None]),
         "its gradient": (
             operators._gated_backward,
             [
                 random(tokens, 1, 12, dtype=dtype),
                 None,
                 operators.gelu_tanh,
+                None,
                 random(tokens, 1, 6, dtype=dtype),
             ],
         ),
         "weighted swiglu": (
             operators._gated,
-            [random(tokens, 12, dtype=dtype), per_token[0], F.silu],
+            [random(tokens, 12, dtype=dtype), per_token[0], operators.quick_gelu, 0.5],
         ),
         "its gradients": (
             operators._gated_backward,
-            [random(tokens, 12, dtype=dtype), per_token[0], F.silu, random(tokens, 6, dtype=dtype)],
+            [
+                random(tokens, 12, dtype=dtype),
+                per_token[0],
+                operators.quick_gelu,
+                0.5,
+                random(tokens, 6, dtype=dtype),
+            ],
         ),
         "reduce": (logprobs._reduce, [x, column]),
         "slope": (logprobs._slope, [x, per_token[0], dtype, *per_token[1:3], column]),

@@ -49,7 +49,8 @@ def test_supported(architecture):
     hf = config(architecture)
     check_supported(hf, TrainerConfig(tensor_parallel=2))
     made = transformer_config(hf, torch.float32)
-    assert made.num_query_groups == 2 and not made.add_bias_linear
+    assert made.num_query_groups == 2
+    assert made.add_bias_linear == (architecture == "gpt_oss")
     assert made.add_qkv_bias == (architecture == "qwen2")  # GLM's default is without
     assert made.qk_layernorm == architecture.startswith(("qwen3", "gemma3"))
     assert (made.num_moe_experts is not None) == (num_experts(vars(hf)) > 0)
@@ -106,6 +107,10 @@ def test_supported(architecture):
             {"rope_parameters": {"full_attention": YARN}},
             "for gemma3_text: use rope_type default or linear, over whole heads",
         ),
+        ("gpt_oss", {"tie_word_embeddings": True}, "SGLang does not share them"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias=false"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
+        ("gpt_oss", {"num_experts_per_tok": 1}, "without a gradient"),
         ("llama", {"sliding_window": 8}, "sliding_window=8"),
         (
             "llama",

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from areal_lite.data.model_folder import DELTA_NETS
 from areal_lite.megatron.architectures import ARCHITECTURES, layer_mapping, layout
-from areal_lite.megatron.parameters import padded_vocab
+from areal_lite.megatron.parameters import Stacked, padded_vocab
 
 EXPERT = 3
 
@@ -74,6 +74,13 @@ def shape(name: str, hf) -> tuple[int, ...]:
         return net_shape(name, hf)
     if name.endswith("e_score_correction_bias"):
         return (5,)
+    if name.endswith("self_attn.sinks"):
+        return (hf.num_attention_heads,)
+    if hf.model_type == "gpt_oss" and ".experts." in name:
+        hidden, width = hf.hidden_size, hf.intermediate_size
+        kind = name.rpartition(".")[2]
+        sizes = (hidden, 2 * width) if kind.startswith("gate") else (width, hidden)
+        return (5, *sizes[kind.endswith("bias") :])
     part = "moe_" if "experts." in name else "shared_expert_" if ".shared_expert." in name else ""
     width = getattr(hf, f"{part}intermediate_size", 0)
     heads, groups, dim, hidden = (
@@ -95,6 +102,7 @@ def shape(name: str, hf) -> tuple[int, ...]:
         "up_proj": width,
         "down_proj": hidden,
         "gate": 5,
+        "router": 5,
         "q_norm": heads * dim if hf.model_type == "olmo3" else dim,
         "k_norm": groups * dim if hf.model_type == "olmo3" else dim,
         "qkv_proj": (heads + 2 * groups) * dim,
@@ -161,8 +169,17 @@ def qkv_by_head(tensors: list[torch.Tensor], hf, rank: int, ranks: int) -> torch
     return torch.cat(heads)
 
 
+def expected_expert(name: str, entry: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """Return a rank's part of an expert of gpt-oss, whose gates and ups alternate."""
+    if "gate_up" in name:
+        return torch.cat([entry[..., i::2].tensor_split(ranks, -1)[rank] for i in (0, 1)], -1).t()
+    return entry if name.endswith("bias") else entry.tensor_split(ranks)[rank].t()
+
+
 def expected(plan, tensors: list[torch.Tensor], hf, rank: int, ranks: int) -> torch.Tensor:
     name, first = plan.names[0], tensors[0]
+    if isinstance(plan, Stacked):
+        return expected_expert(name, first[EXPERT], rank, ranks)
     if "in_proj" in name or "conv1d" in name:
         return net_by_head(name, tensors, hf, rank, ranks)
     if "A_log" in name or "dt_bias" in name:
@@ -172,6 +189,10 @@ def expected(plan, tensors: list[torch.Tensor], hf, rank: int, ranks: int) -> to
         tensors = list(first.split([len(first) - 2 * keys, keys, keys]))
     if "gate_up_proj" in name:
         tensors = list(first.chunk(2))
+    if name.endswith("o_proj.bias"):
+        return first
+    if name.endswith("sinks"):
+        return first.tensor_split(ranks)[rank]
     if "q_norm" in name or "k_norm" in name:
         return first.tensor_split(ranks)[rank] if hf.model_type == "olmo3" else first
     if "q_proj" in name or "qkv_proj" in name:
@@ -202,6 +223,8 @@ def test_parts_follow_megatrons_layout_and_return_the_same_bits(case, random):
             shards.append(plan.shard(hf, files, rank, ranks))
             assert torch.equal(shards[-1], expected(plan, tensors, hf, rank, ranks)), name
             read += sum(f.read for f in files)
+        if isinstance(plan, Stacked):
+            tensors = [tensor[EXPERT] for tensor in tensors]
         size = sum(t.numel() for t in tensors)
         # A rank reads only what it holds.
         assert read == (size * ranks if plan.replicated else size), name

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
 from areal_lite.cpu.kernels import norms
-from areal_lite.megatron.kernels import gated, gelu_tanh, rotate
+from areal_lite.megatron.kernels import gated, gelu_tanh, quick_gelu, rotate
 from areal_lite.megatron.model import RMSNorm
 
 
@@ -42,6 +42,19 @@ def test_a_gate_of_gelu_is_the_plain_composition(scale):
     plain = 0.5 * a * (1 + tanh) * b * (1 if scale is None else scale[:, None])
     torch.testing.assert_close(gated(x, scale, gelu_tanh), plain)
     assert torch.autograd.gradcheck(lambda x, s: gated(x, s, gelu_tanh), (x, scale))
+
+
+def test_gpt_oss_limits_both_halves_of_a_gate():
+    x = 12 * random(40, 8).double()
+    a, b = x.chunk(2, -1)
+    near = a.clamp(max=7)
+    expected = near * (1.702 * near).sigmoid() * (b.clamp(-7, 7) + 1)
+    scale = random(40, seed=2).double().requires_grad_()
+    found = gated(x.requires_grad_(), scale, quick_gelu, 7.0)
+    assert (a > 7).any() and (b.abs() > 7).any()
+    torch.testing.assert_close(found, expected * scale[:, None])
+    check = torch.autograd.gradcheck
+    assert check(lambda x, s: gated(x, s, quick_gelu, 7.0), (x, scale))
 
 
 def test_swiglu_keeps_its_input_only():

@@ -109,3 +109,58 @@ def test_a_window_is_the_last_keys_of_a_token(window):
             scores = torch.einsum("hd,kd->hk", query[first + i], key[seen, 0]) * 0.3
             rows.append(scores.softmax(-1) @ value[seen, 0])
     torch.testing.assert_close(found, torch.stack(rows), atol=1e-12, rtol=0)
+
+
+def with_sinks(query, key, value, sinks, window) -> torch.Tensor:
+    """Attend by the definition of a sink: a key with its score and no value."""
+    place = torch.arange(len(query))
+    back = place[:, None] - place
+    scores = torch.einsum("qhd,khd->hqk", query, key) * 0.3
+    scores = scores.masked_fill((back < 0) | (back >= (window or len(query))), -torch.inf)
+    column = sinks[:, None, None].expand(-1, len(query), 1)
+    weights = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("flash", [False, True])
+def test_a_sink_takes_a_share_of_the_softmax(flash, window, monkeypatch):
+    """FlashAttention is stood in for: its results, and its gradients from these alone."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(7, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    inputs.append(torch.randn(2, dtype=torch.float64, requires_grad=True))
+
+    def scores(query, key, window_size):
+        back = torch.arange(7)[:, None] - torch.arange(7)
+        seen = (back >= 0) & ((back <= window_size[0]) | (window_size[0] < 0))
+        found = torch.einsum("qhd,khd->hqk", query, key) * 0.3
+        return found.masked_fill(~seen, -torch.inf)
+
+    def forward(query, key, value, *_, return_aux, window_size, **__):
+        assert return_aux.lse
+        found = scores(query, key, window_size)
+        return torch.einsum("hqk,khd->qhd", found.softmax(-1), value), found.logsumexp(-1)
+
+    def backward(grad, query, key, value, out, sums, *rest):
+        weights = (scores(query, key, rest[-1]) - sums[..., None]).exp()
+        slopes = torch.einsum("qhd,khd->hqk", grad, value) - (grad * out).sum(-1).t()[..., None]
+        slopes = 0.3 * weights * slopes
+        return (
+            torch.einsum("hqk,khd->qhd", slopes, key),
+            torch.einsum("hqk,qhd->khd", slopes, query),
+            torch.einsum("hqk,qhd->khd", weights, grad),
+        )
+
+    monkeypatch.setattr(attention, "varlen_attn", forward)
+    monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn_backward", backward)
+    *qkv, sinks = inputs
+    if flash:
+        bounds = torch.tensor([0, 7])
+        found = attention.causal_varlen(*qkv, bounds, bounds, 7, 7, window, 0.3, sinks)
+    else:
+        found = attention.by_segment(*qkv, [(7, 7)], window, 0.3, sinks)
+    exact = with_sinks(*inputs, window)
+    torch.testing.assert_close(found, exact, atol=1e-7, rtol=0)
+    weight = torch.randn_like(exact)
+    ours, theirs = (torch.autograd.grad((y * weight).sum(), inputs) for y in (found, exact))
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)

@@ -12,7 +12,7 @@ from areal_lite.quickstart.command import EXPERTS, MakeModelConfig
 
 TINY = dict(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, mlp_size=16)
 
-UNTIED = ("qwen3_moe", "qwen3_next", "glm4_moe")
+UNTIED = ("qwen3_moe", "qwen3_next", "glm4_moe", "gpt_oss")
 
 
 @pytest.mark.parametrize("architecture", settings_of(MakeModelConfig)["architecture"].choices)
@@ -31,7 +31,12 @@ def test_the_trainer_takes_each_architecture(tmp_path, architecture):
     check_supported(hf, TrainerConfig(tensor_parallel=2))
     weights = load_file(out / "model.safetensors")
     assert ("lm_head.weight" in weights) == (architecture in UNTIED)
-    if architecture in EXPERTS:
+    if architecture == "gpt_oss":
+        experts = (
+            weights[f"model.layers.1.mlp.experts.{name}_proj"] for name in ("down", "gate_up")
+        )
+        assert next(experts).std() < 0.6 * next(experts).std()
+    elif architecture in EXPERTS:
         assert (
             weights["model.layers.1.mlp.experts.7.down_proj.weight"].std()
             < 0.6 * weights["model.layers.1.mlp.experts.7.up_proj.weight"].std()
