@@ -40,9 +40,10 @@ def rank_environment() -> dict[str, str]:
     }
 
 
-def server_flags() -> dict[str, Any]:
-    """Return the options of an SGLang server."""
+def server_flags(speculate: str) -> dict[str, Any]:
+    """Return the options of an SGLang server with `server.speculate`."""
     return {
+        "speculative_algorithm": None if speculate == "off" else speculate.upper(),
         "device": "cpu",
         # The backend of areal_lite/cpu/sglang has this name there: see cpu/sglang/platform.py.
         "attention_backend": "torch_native",
@@ -84,10 +85,16 @@ def server_environment() -> dict[str, str]:
 
 
 def prepare_server() -> None:
-    """Install stand-ins for packages that SGLang imports and a text model never calls."""
+    """Install stand-ins for packages that SGLang imports and a text model never calls.
+
+    Then SGLang can be imported, and learns of the algorithm for speculation.
+    """
     from areal_lite.cpu.sglang.stand_ins import install_stand_ins
 
     install_stand_ins()
+    from areal_lite.cpu.sglang import speculation
+
+    speculation.register()
 
 
 def megatron_substitutions() -> tuple[Substitution, ...]:

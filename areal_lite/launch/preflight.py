@@ -28,7 +28,7 @@ from areal_lite.config.commands import Command
 from areal_lite.config.data import Sampled
 from areal_lite.config.rules import cautions, check_rules, check_targets
 from areal_lite.controller.dispatcher import zero_variance
-from areal_lite.data.model_folder import check_split, expert_layout, num_experts
+from areal_lite.data.model_folder import DELTA_NETS, check_split, expert_layout, num_experts
 from areal_lite.data.prompts import prompt_source
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.extensions import DEBUG_MODES, load, load_object, names
@@ -68,7 +68,7 @@ def check_run(config: TrainConfig, *, dense: bool | None = None) -> None:
         check_layout(config.trainer, config.model)
         check_window(config)
     check_sources(config)
-    check_servers(config.server)
+    check_servers(config.server, config.model)
     if config.algo.routing_replay and (dense or expert_layout(Path(config.model)) is None):
         raise ValueError(
             f"algo.routing_replay=true: model={config.model} has no experts to route to, so set it "
@@ -243,10 +243,33 @@ def _prompts_come_again(config: TrainConfig) -> None:
         )
 
 
-def check_servers(server: ServerConfig) -> None:
-    """Check that servers can run on this machine."""
-    if server.host != NODE and resolve_device(server.device) == "cuda":
-        check_cuda()
+def check_servers(server: ServerConfig, model: str | None) -> None:
+    """Check that servers of a model, which may not exist yet, can run on this machine."""
+    if resolve_device(server.device) == "cuda":
+        _check_speculation_on_gpus(server)
+        if server.host != NODE:
+            check_cuda()
+        return
+    described = read_json(Path(model) / "config.json") if model else {}
+    if server.speculate != "off" and described.get("model_type") in DELTA_NETS:
+        raise ValueError(
+            f"server.speculate={server.speculate}: model={model} has gated delta nets, whose state"
+            " cannot go back to the token before a wrong draft: set it to off"
+        )
+
+
+def _check_speculation_on_gpus(server: ServerConfig) -> None:
+    """Check that every token keeps the weight version that sampled it."""
+    if server.speculate != "off":
+        raise ValueError(
+            f"server.speculate={server.speculate} is for servers without a GPU: on a GPU use "
+            "SGLang's own, server.args.speculative_algorithm=NGRAM"
+        )
+    if server.args.get("speculative_algorithm") and not server.args.get("disable_overlap_schedule"):
+        raise ValueError(
+            "server.args.speculative_algorithm: a push would count tokens of the pass before it to "
+            "the new weights; set server.args.disable_overlap_schedule=true too"
+        )
 
 
 def _weight_folder(config: TrainConfig) -> None:

@@ -39,7 +39,7 @@ def check(config: ChatConfig) -> None:
     if config.model is not None:
         check_model("model", config.model)
     check_stop("stop", config.stop)
-    check_servers(config.server)
+    check_servers(config.server, config.model)
 
 
 def run(config: ChatConfig) -> int:

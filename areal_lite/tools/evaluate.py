@@ -42,7 +42,7 @@ def check(config: EvalCommandConfig) -> None:
     """Check the model, the data and the machine. Raises ValueError."""
     preflight.check_model("model", config.model)
     preflight.check_sources(config)
-    preflight.check_servers(config.server)
+    preflight.check_servers(config.server, config.model)
     preflight.check_run_dir_of(config)
 
 

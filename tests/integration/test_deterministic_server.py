@@ -1,4 +1,7 @@
-"""Servers with `server.deterministic`: the same tokens beside any others and on any server."""
+"""Servers with `server.deterministic`: the same tokens beside any others and on any server.
+
+All of it also holds where the first server speculates and the second does not.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
+import aiohttp
 import numpy as np
 import pytest
 
@@ -20,13 +24,13 @@ NUM, TOKENS = 12, 100
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.fixture(scope="module")
-def servers(tiny_model: str, current_entry_points, tmp_path_factory):
+@pytest.fixture(scope="module", params=["off", "history"])
+def servers(request, tiny_model: str, current_entry_points, tmp_path_factory):
     """Two servers of the same model, with different seeds of their own."""
     logs = tmp_path_factory.mktemp("deterministic")
     processes = [
         ServerProcess(
-            ServerConfig(deterministic=True),
+            ServerConfig(deterministic=True, speculate=speculate),
             tiny_model,
             name=f"s{seed}",
             port=free_port(),
@@ -34,7 +38,7 @@ def servers(tiny_model: str, current_entry_points, tmp_path_factory):
             log_path=logs / f"s{seed}.log",
             environment=current_entry_points,
         )
-        for seed in (1, 2)
+        for seed, speculate in ((1, request.param), (2, "off"))
     ]
 
     async def ready() -> None:
@@ -155,6 +159,30 @@ def test_after_an_interrupt(servers, alone) -> None:
         return await asyncio.gather(*map(one, range(NUM)))
 
     assert_same(with_client(interrupted), alone)
+
+
+@pytest.mark.parametrize("servers", ["history"], indirect=True)
+def test_what_was_answered_before_takes_few_steps(servers, alone) -> None:
+    expected = alone[3]
+
+    async def steps() -> int:
+        body = {
+            "rid": "again-3-0-0-0",
+            "input_ids": prompt(3).tolist(),
+            "sampling_params": {
+                "max_new_tokens": TOKENS,
+                "stop_token_ids": [1],
+                "sampling_seed": params(3).seed,
+            },
+        }
+        async with aiohttp.ClientSession() as session:
+            for _ in range(3):
+                async with session.post(f"{servers[0].url}/generate", json=body) as got:
+                    answer = await got.json()
+                assert answer["output_ids"] == expected.tokens.tolist()
+        return answer["meta_info"]["spec_verify_ct"]
+
+    assert asyncio.run(steps()) < len(expected.tokens) / 3
 
 
 def test_without_the_setting_a_seed_is_ignored(sglang_server) -> None:

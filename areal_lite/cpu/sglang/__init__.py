@@ -13,6 +13,7 @@ SGLang itself is not edited. It has extension points for hardware that it does n
 * `gpt_oss.py`: what SGLang lets gpt-oss do with a GPU only.
 * The windows of Mistral, Qwen and Phi-3, whose models in SGLang have none.
 * `operators.py`: the norm and the rotary embedding, by one kernel each, for other models.
+* `speculation.py`: several tokens of an answer in one pass, drafted from earlier answers.
 * `invariant.py`: batch-invariant products and seeded sampling, for `server.deterministic`.
 * `stand_ins.py`: stand-ins for packages that SGLang imports and a text model never uses.
 

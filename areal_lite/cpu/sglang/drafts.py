@@ -1,0 +1,172 @@
+"""Drafts of answers: what earlier answers to the same prompt said next.
+
+An answer is drafted from the answers to its prompt so far, of earlier epochs and of the requests
+that are running. After each context of 8, 4 and 2 tokens the history knows the token that followed
+most often, and in what part of the cases. A draft follows the longest context that is known, token
+by token, as long as its last token is likely enough (`Pace.floor`).
+
+How likely a guess is, the history learns as well: whenever a token is noted, it looks whether the
+guess for it was right. So it knows how often guesses of a kind are right for this policy now: with
+a context of so many tokens, seen so often, and so often with the same next token.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+_CONTEXTS = (8, 4, 2)  # tokens
+LONGEST = _CONTEXTS[0]
+# Cases that are remembered, of a context and of a kind of guess. The policy changes: old ones fade.
+_OF_CONTEXT, _OF_KIND = 32, 256
+_SEEN = (1, 2, 4)  # cases of a context from which on a guess is of another kind
+Kind = tuple[int, int, int]
+
+
+class _Context(NamedTuple):
+    """The token that follows most often, in `cases` of `total` cases."""
+
+    token: int
+    cases: int
+    total: int
+
+    def and_then(self, token: int) -> "_Context":
+        """Return this with one more case, in which `token` followed."""
+        likeliest, cases, total = self
+        if total == _OF_CONTEXT:
+            cases, total = cases // 2, total // 2
+        if token == likeliest:
+            return _Context(token, cases + 1, total + 1)
+        if 2 * cases < total + 1:
+            # Others were more frequent: the newest of them, whose cases were not counted.
+            return _Context(token, 1, total + 1)
+        return _Context(likeliest, cases, total + 1)
+
+
+class _Guess(NamedTuple):
+    token: int
+    kind: Kind  # tokens of the context, how often it was seen, quarters of the cases
+
+
+class PromptHistory:
+    """The tokens that followed each context in the answers to one prompt."""
+
+    def __init__(self, rates: "_Rates") -> None:
+        self._contexts: dict[int, _Context] = {}  # by hash
+        self._rates = rates
+
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+    def note(self, before: Sequence[int], token: int) -> None:
+        """Note that `token` came after the tokens `before`, of which at most 8 are looked at."""
+        guess = self._guess(before)
+        if guess is not None:
+            self._rates.note(guess.kind, guess.token == token)
+        for context in _hashes(before):
+            known = self._contexts.get(context, _Context(token, 0, 0))
+            self._contexts[context] = known.and_then(token)
+
+    def draft(self, before: Sequence[int], most: int, floor: float) -> list[int]:
+        """Return at most `most` tokens to follow `before`, each reached with chance >= `floor`."""
+        tokens, chance = list(before[-LONGEST:]), 1.0
+        start = len(tokens)
+        while len(tokens) < start + most:
+            guess = self._guess(tokens)
+            if guess is None:
+                break
+            chance *= self._rates.of(guess.kind)
+            if chance < floor:
+                break
+            tokens.append(guess.token)
+        return tokens[start:]
+
+    def _guess(self, before: Sequence[int]) -> _Guess | None:
+        for length, context in zip(_CONTEXTS, _hashes(before)):
+            if (known := self._contexts.get(context)) is not None:
+                seen = sum(known.total >= bound for bound in _SEEN)
+                return _Guess(known.token, (length, seen, 4 * known.cases // known.total))
+        return None
+
+
+def _hashes(before: Sequence[int]) -> list[int]:
+    """Return the hashes of the last 8, 4 and 2 tokens, of shorter sequences the same for each."""
+    return [hash(tuple(before[-length:])) for length in _CONTEXTS]
+
+
+class _Rates:
+    """How often guesses of each kind were right."""
+
+    def __init__(self) -> None:
+        self._known: dict[Kind, tuple[int, int]] = {}  # right ones, all
+
+    def note(self, kind: Kind, right: bool) -> None:
+        hits, tries = self._known.get(kind, (0, 0))
+        if tries == _OF_KIND:
+            hits, tries = hits // 2, tries // 2
+        self._known[kind] = hits + right, tries + 1
+
+    def of(self, kind: Kind) -> float:
+        """Return the rate of a kind: a half before there were any guesses."""
+        hits, tries = self._known.get(kind, (0, 0))
+        return (hits + 1) / (tries + 2)
+
+
+class History:
+    """The histories of prompts, of at most `most` contexts (0.2 kB each): the last used stay."""
+
+    def __init__(self, most: int = 2**19) -> None:
+        self._most, self._rates = most, _Rates()
+        self._prompts: OrderedDict[Hashable, PromptHistory] = OrderedDict()
+
+    def of(self, prompt: Hashable) -> PromptHistory:
+        """Return the history of a prompt, a new one for an unknown prompt."""
+        history = self._prompts.setdefault(prompt, PromptHistory(self._rates))
+        self._prompts.move_to_end(prompt)
+        return history
+
+    def trim(self) -> None:
+        """Forget the prompts that were used longest ago, down to the bound."""
+        size = sum(map(len, self._prompts.values()))
+        while size > self._most and len(self._prompts) > 1:
+            size -= len(self._prompts.popitem(last=False)[1])
+
+
+class Pace:
+    """The seconds of a decode step as fixed + row * rows, from the last hundred steps or so.
+
+    A row is a token to compute: the next token of a request, or a drafted token. Before steps with
+    different numbers of rows were seen, the fixed part is taken to be worth 16 rows.
+    """
+
+    def __init__(self) -> None:
+        self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
+
+    def note(self, rows: int, seconds: float) -> None:
+        """Note a step with `rows` rows that took `seconds`."""
+        keep = 0.99
+        self._weight = keep * self._weight + 1
+        self._rows = keep * self._rows + rows
+        self._seconds = keep * self._seconds + seconds
+        self._squares = keep * self._squares + rows * rows
+        self._products = keep * self._products + rows * seconds
+
+    def floor(self, requests: int) -> float:
+        """Return the least chance with which a drafted row saves more time than it takes.
+
+        Without drafts a step of `requests` rows gives as many tokens, so a token is worth
+        (fixed + row * requests) / requests seconds, and a row takes `row` seconds.
+        """
+        fixed, row = self._line()
+        return row * requests / (fixed + row * requests)
+
+    def _line(self) -> tuple[float, float]:
+        """Return the fixed seconds and those of a row; any unit before the first step."""
+        if not self._weight:
+            return 16.0, 1.0
+        rows, seconds = self._rows / self._weight, self._seconds / self._weight
+        usual = seconds / (rows + 16)
+        # The usual slope counts like one more step that is 8 rows from the mean.
+        square = self._squares - self._weight * rows**2 + 64
+        product = self._products - self._weight * rows * seconds + 64 * usual
+        row = min(max(product / square, 0.0), seconds / rows)
+        return max(seconds - row * rows, 0.0), row

@@ -1,0 +1,113 @@
+"""Drafts from earlier answers, and when a drafted token is worth its time."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_lite.cpu.sglang.drafts import LONGEST, History, Pace, PromptHistory
+
+TOKENS = st.lists(st.integers(0, 5), max_size=40)
+
+
+def told(history: PromptHistory, tokens: list[int]) -> PromptHistory:
+    for at in range(1, len(tokens)):
+        history.note(tokens[max(at - LONGEST, 0) : at], tokens[at])
+    return history
+
+
+def test_an_answer_that_was_given_is_drafted() -> None:
+    answer = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
+    history = told(History().of("prompt"), answer)
+    assert history.draft(answer[:3], 4, 0.0) == answer[3:7]
+    assert history.draft(answer[:9], 4, 0.0) == answer[9:]
+    assert history.draft([1, 2, 3], 4, 0.0) == []
+
+
+def test_the_longest_context_decides() -> None:
+    history = History().of("prompt")
+    for _ in range(5):
+        told(history, [1, 2, 3, 4, 20])
+    told(history, [9, 9, 3, 4, 30])
+    assert history.draft([9, 9, 3, 4], 1, 0.0) == [30]
+    assert history.draft([5, 5, 3, 4], 1, 0.0) == [20]
+
+
+def test_each_prompt_has_its_own_history() -> None:
+    histories = History()
+    told(histories.of("one"), [1, 2, 3, 4])
+    assert histories.of("one").draft([1, 2], 1, 0.0) == [3]
+    assert histories.of("other").draft([1, 2], 1, 0.0) == []
+
+
+def test_a_policy_that_changes_is_followed() -> None:
+    history = History().of("prompt")
+    for answer in [[1, 2, 3]] * 100 + [[1, 2, 4]] * 40:
+        told(history, answer)
+    assert history.draft([1, 2], 1, 0.0) == [4]
+
+
+@given(TOKENS, TOKENS, st.integers(0, 8))
+def test_drafts_are_what_followed(first: list[int], second: list[int], most: int) -> None:
+    """Each token of a draft followed the two tokens before it in some answer."""
+    history = told(told(History().of("prompt"), first), second)
+    pairs = {(*a[i - 2 : i], a[i]) for a in (first, second) for i in range(2, len(a))}
+    short = {(a[0], a[1]) for a in (first, second) if len(a) > 1}
+    before = (first + second)[:LONGEST]
+    draft = history.draft(before, most, 0.0)
+    assert len(draft) <= most
+    whole = before + draft
+    for at in range(len(before), len(whole)):
+        assert (*whole[max(at - 2, 0) : at], whole[at]) in pairs | short
+
+
+@pytest.mark.parametrize("right", [0.6, 0.9])
+def test_the_chance_of_a_draft_is_how_often_such_drafts_were_right(right: float) -> None:
+    """With guesses that are right in `right` of the cases, a floor lets as many tokens pass."""
+    source, histories = random.Random(0), History()
+    for prompt in range(400):
+        answer = [100 + i for i in range(30)]
+        again = [token if source.random() < right else 500 + source.randrange(99) for token in answer]
+        told(told(histories.of(prompt), answer), again)
+    fresh = told(histories.of("fresh"), list(range(100, 130)))
+    for length in range(1, 6):
+        chance = right**length
+        assert len(fresh.draft(list(range(100, 110)), length, 0.7 * chance)) == length
+        assert len(fresh.draft(list(range(100, 110)), length, min(1.4 * chance, 1.0))) < length
+
+
+def test_memory_is_bounded_and_the_last_used_stay() -> None:
+    histories = History(most=1000)
+    for number in range(100):
+        told(histories.of(number), [number * 1000 + i for i in range(20)])
+        told(histories.of(0), [number * 1000 + i for i in range(2)])
+        histories.trim()
+    kept = [n for n in range(100) if len(histories.of(n)) > 0]
+    assert sum(len(histories.of(n)) for n in kept) <= 1000
+    assert 0 in kept and 99 in kept and 1 not in kept
+
+
+@pytest.mark.parametrize(("fixed", "row"), [(60.0, 3.0), (5.0, 0.1), (1.0, 2.0)])
+def test_the_pace_of_steps_is_found(fixed: float, row: float) -> None:
+    pace, noise = Pace(), np.random.default_rng(0)
+    for rows in noise.integers(1, 64, 400).tolist():
+        pace.note(rows, (fixed + row * rows) * noise.uniform(0.95, 1.05))
+    for requests in (1, 8, 64):
+        exact = row * requests / (fixed + row * requests)
+        assert pace.floor(requests) == pytest.approx(exact, rel=0.1)
+
+
+def test_before_any_step_few_requests_may_speculate() -> None:
+    assert Pace().floor(1) < 0.1 and Pace().floor(256) > 0.9
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.floats(1e-6, 100)), max_size=30))
+def test_a_floor_is_a_chance(steps: list[tuple[int, float]]) -> None:
+    pace = Pace()
+    for rows, seconds in steps:
+        pace.note(rows, seconds)
+    assert all(0 <= pace.floor(requests) <= 1 for requests in (1, 30, 300))
