@@ -63,11 +63,13 @@ def serve_with_stock_operators(argv: list[str]) -> None:
     from areal_lite.launch import serve
 
     install_stand_ins()
+    # SGLang's platform registers hooks around these as soon as it is known.
+    cpu._DENSE_MODELS = ()
+    cpu._lm_head = lambda original, *args, **named: original(*args, **named)
     import sglang  # noqa: F401  first: it loads the platform itself
 
     from areal_lite.cpu.sglang.platform import CpuPlatform
 
-    cpu._fuse_layers = lambda: None
     CpuPlatform.init_backend = lambda self: None
     serve.main(argv)
 

@@ -55,13 +55,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="session")
-def sglang_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory):
-    """A running server: `.url`, `.info` and `.model` (the folder of its checkpoint)."""
+@pytest.fixture(scope="session", params=["off"])
+def sglang_server(request, tiny_model: str, tmp_path_factory: pytest.TempPathFactory):
+    """A running server: `.url`, `.info` and `.model` (the folder of its checkpoint).
+
+    Its parameter is `server.speculate`.
+    """
     log = Path(tmp_path_factory.mktemp("sglang-server"), "server.log")
-    server = ServerProcess(
-        ServerConfig(), tiny_model, name="test", port=free_port(), seed=1, log_path=log
-    )
+    config = ServerConfig(speculate=request.param)
+    server = ServerProcess(config, tiny_model, name="test", port=free_port(), seed=1, log_path=log)
     try:
         server.start()
         asyncio.run(server.wait_ready())

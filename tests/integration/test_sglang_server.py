@@ -87,6 +87,10 @@ def reference(tiny_model: str):
     return logprobs
 
 
+also_speculating = pytest.mark.parametrize("sglang_server", ["off", "history"], indirect=True)
+
+
+@also_speculating
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_transformers(sglang_server, reference, temperature):
     # Mixed lengths, and two prompts that share a prefix: the second finds it in the radix cache.
@@ -108,6 +112,7 @@ def test_logprobs_are_those_of_transformers(sglang_server, reference, temperatur
         )
 
 
+@also_speculating
 def test_stops_at_the_end_token(sglang_server):
     async def run() -> list[dict]:
         async with Http(sglang_server.url) as http:
@@ -138,6 +143,7 @@ async def interrupt(http: Http, server, mode: str, version: int) -> dict:
     return await request
 
 
+@also_speculating
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_a_push_leaves_version_spans(sglang_server, reference, mode):
     async def run() -> tuple[int, dict]:
@@ -160,6 +166,7 @@ def test_a_push_leaves_version_spans(sglang_server, reference, mode):
     )
 
 
+@also_speculating
 def test_abort_returns_what_there_is(sglang_server):
     async def run() -> dict:
         async with Http(sglang_server.url) as http:
@@ -292,10 +299,11 @@ def test_a_text_ends_an_answer_through_interruptions(sglang_server, reference):
             )
             playing = asyncio.create_task(single_turn(episode))
             while pausing and not playing.done():
+                # First come, first served: when this is done, the answer has some more tokens.
+                await http.generate([9], 4)
                 await http.post("/pause_generation", mode="abort")
                 await http.post("/continue_generation")
                 pauses += 1
-                await asyncio.sleep(0.05)
             watching.cancel()
             return await playing
 

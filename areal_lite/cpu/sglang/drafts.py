@@ -50,9 +50,9 @@ class _Guess(NamedTuple):
 class PromptHistory:
     """The tokens that followed each context in the answers to one prompt."""
 
-    def __init__(self, rates: "_Rates") -> None:
+    def __init__(self, shared: "_Shared") -> None:
         self._contexts: dict[int, _Context] = {}  # by hash
-        self._rates = rates
+        self._shared = shared
 
     def __len__(self) -> int:
         return len(self._contexts)
@@ -61,8 +61,9 @@ class PromptHistory:
         """Note that `token` came after the tokens `before`, of which at most 8 are looked at."""
         guess = self._guess(before)
         if guess is not None:
-            self._rates.note(guess.kind, guess.token == token)
-        for context in _hashes(before):
+            self._shared.note(guess.kind, guess.token == token)
+        for context in set(_hashes(before)):
+            self._shared.contexts += context not in self._contexts
             known = self._contexts.get(context, _Context(token, 0, 0))
             self._contexts[context] = known.and_then(token)
 
@@ -74,7 +75,7 @@ class PromptHistory:
             guess = self._guess(tokens)
             if guess is None:
                 break
-            chance *= self._rates.of(guess.kind)
+            chance *= self._shared.rate(guess.kind)
             if chance < floor:
                 break
             tokens.append(guess.token)
@@ -93,10 +94,11 @@ def _hashes(before: Sequence[int]) -> list[int]:
     return [hash(tuple(before[-length:])) for length in _CONTEXTS]
 
 
-class _Rates:
-    """How often guesses of each kind were right."""
+class _Shared:
+    """What the prompts share: how often guesses of a kind were right, and the bound of memory."""
 
     def __init__(self) -> None:
+        self.contexts = 0  # of all prompts
         self._known: dict[Kind, tuple[int, int]] = {}  # right ones, all
 
     def note(self, kind: Kind, right: bool) -> None:
@@ -105,7 +107,7 @@ class _Rates:
             hits, tries = hits // 2, tries // 2
         self._known[kind] = hits + right, tries + 1
 
-    def of(self, kind: Kind) -> float:
+    def rate(self, kind: Kind) -> float:
         """Return the rate of a kind: a half before there were any guesses."""
         hits, tries = self._known.get(kind, (0, 0))
         return (hits + 1) / (tries + 2)
@@ -115,20 +117,19 @@ class History:
     """The histories of prompts, of at most `most` contexts (0.2 kB each): the last used stay."""
 
     def __init__(self, most: int = 2**19) -> None:
-        self._most, self._rates = most, _Rates()
+        self._most, self._shared = most, _Shared()
         self._prompts: OrderedDict[Hashable, PromptHistory] = OrderedDict()
 
     def of(self, prompt: Hashable) -> PromptHistory:
         """Return the history of a prompt, a new one for an unknown prompt."""
-        history = self._prompts.setdefault(prompt, PromptHistory(self._rates))
+        history = self._prompts.setdefault(prompt, PromptHistory(self._shared))
         self._prompts.move_to_end(prompt)
         return history
 
     def trim(self) -> None:
         """Forget the prompts that were used longest ago, down to the bound."""
-        size = sum(map(len, self._prompts.values()))
-        while size > self._most and len(self._prompts) > 1:
-            size -= len(self._prompts.popitem(last=False)[1])
+        while self._shared.contexts > self._most and len(self._prompts) > 1:
+            self._shared.contexts -= len(self._prompts.popitem(last=False)[1])
 
 
 class Pace:

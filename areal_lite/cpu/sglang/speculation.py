@@ -80,10 +80,11 @@ class _Rows(SpecInput):
 
 @dataclasses.dataclass
 class _Answer:
-    """A running request: the history of its prompt, and the answer tokens that it has noted."""
+    """A request of the last step, and how many of its tokens the history of its prompt has."""
 
+    req: Req
     history: PromptHistory
-    noted: int = 0
+    noted: int
 
 
 class HistoryWorker(BaseSpecWorker):
@@ -94,7 +95,7 @@ class HistoryWorker(BaseSpecWorker):
         self._target_worker = target_worker
         self.model_runner = target_worker.model_runner
         self._history, self._pace = History(), Pace()
-        self._prompts: OrderedDict[str, bytes] = OrderedDict()
+        self._prompts: OrderedDict[str, int] = OrderedDict()  # by group, as hashes
         self._answers: dict[str, _Answer] = {}
 
     @property
@@ -144,16 +145,14 @@ class HistoryWorker(BaseSpecWorker):
 
     def _drafts(self, batch: ScheduleBatch) -> list[list[int]]:
         """Note the new tokens of every request, and return a draft for each."""
-        answers = {req.rid: self._answers.get(req.rid) or self._begin(req) for req in batch.reqs}
-        if len(answers) < len(self._answers):
-            self._history.trim()
-        self._answers = answers  # without the finished ones
-        for req in batch.reqs:
-            _note(answers[req.rid], req)
+        for answer in self._answers.values():
+            _note(answer)  # the finished ones, too
+        self._history.trim()
+        self._answers = {r.rid: self._answers.get(r.rid) or self._begin(r) for r in batch.reqs}
         if _needs_each_token(batch):
             return [[]] * len(batch.reqs)
         floor = self._pace.floor(len(batch.reqs))
-        return [_draft(answers[req.rid].history, req, floor) for req in batch.reqs]
+        return [_draft(answer, floor) for answer in self._answers.values()]
 
     def _begin(self, req: Req) -> _Answer:
         """Find the history of a request: that of the first prompt of its group.
@@ -162,10 +161,13 @@ class HistoryWorker(BaseSpecWorker):
         an agent, begins with more than the prompt.
         """
         group = req.rid.rsplit("-", 3)[0]
-        prompt = self._prompts.setdefault(group, bytes(req.origin_input_ids))
+        prompt = self._prompts.setdefault(group, hash(tuple(req.origin_input_ids)))
         if len(self._prompts) > _GROUPS:
             self._prompts.popitem(last=False)
-        return _Answer(self._history.of(prompt))
+        # A prefill samples one token, also after a retraction.
+        answer = _Answer(req, self._history.of(prompt), len(req.output_ids) - 1)
+        _note(answer)
+        return answer
 
     def _forward_batch(self, batch: ScheduleBatch, tokens: Tensor, counts: Tensor) -> ForwardBatch:
         """Return the batch of a step: request r is extended by `counts[r]` of `tokens`."""
@@ -229,22 +231,20 @@ def _needs_each_token(batch: ScheduleBatch) -> bool:
     )
 
 
-def _note(answer: _Answer, req: Req) -> None:
+def _note(answer: _Answer) -> None:
     """Note the tokens that a request has sampled since the last step."""
-    new = len(req.output_ids) - answer.noted
-    if not new:
-        return
-    tail = _tail(req, new + LONGEST)
+    new = len(answer.req.output_ids) - answer.noted
+    tail = _tail(answer.req, new + LONGEST)
     for at in range(len(tail) - new, len(tail)):
         answer.history.note(tail[max(at - LONGEST, 0) : at], tail[at])
     answer.noted += new
 
 
-def _draft(history: PromptHistory, req: Req, floor: float) -> list[int]:
-    most = req.sampling_params.max_new_tokens
+def _draft(answer: _Answer, floor: float) -> list[int]:
+    most = answer.req.sampling_params.max_new_tokens
     assert most is not None  # SGLang sets it
-    left = most - len(req.output_ids)
-    return history.draft(_tail(req, LONGEST), min(_ROWS, left) - 1, floor)
+    left = most - len(answer.req.output_ids)
+    return answer.history.draft(_tail(answer.req, LONGEST), min(_ROWS, left) - 1, floor)
 
 
 def _tail(req: Req, length: int) -> list[int]:

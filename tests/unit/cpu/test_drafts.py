@@ -71,7 +71,9 @@ def test_the_chance_of_a_draft_is_how_often_such_drafts_were_right(right: float)
     source, histories = random.Random(0), History()
     for prompt in range(400):
         answer = [100 + i for i in range(30)]
-        again = [token if source.random() < right else 500 + source.randrange(99) for token in answer]
+        again = [
+            token if source.random() < right else 500 + source.randrange(99) for token in answer
+        ]
         told(told(histories.of(prompt), answer), again)
     fresh = told(histories.of("fresh"), list(range(100, 130)))
     for length in range(1, 6):
