@@ -43,7 +43,7 @@ from benchmarks.server_speed import make_model, processor_seconds
 
 RESULTS = Path(__file__).with_name("results") / "speculation.json"
 AT_ONCE = (1, 4, 8, 32)
-EPOCHS, PROMPTS, SAMPLES, TOKENS = 5, 8, 8, 32
+EPOCHS, PROMPTS, SAMPLES, TOKENS = 4, 4, 8, 32
 ANSWER, ANSWERS, TEMPERATURE = 40, 25_000, 0.1
 
 
@@ -119,9 +119,9 @@ async def speed(
     return Speed(tokens / seconds, tokens / used, tokens / sum(a.steps for a in answers))
 
 
-def sums(model: str) -> tuple[list[list[int]], int]:
+def sums(model: str, seed: int) -> tuple[list[list[int]], int]:
     """Return prompts that ask for sums, and the token that ends an answer."""
-    tokenizer, source = AutoTokenizer.from_pretrained(model), random.Random(0)
+    tokenizer, source = AutoTokenizer.from_pretrained(model), random.Random(seed)
     prompts = []
     for _ in range(PROMPTS):
         a, b = source.randrange(2, 40), source.randrange(2, 40)
@@ -133,14 +133,13 @@ def sums(model: str) -> tuple[list[list[int]], int]:
 
 def compare(model: str) -> list[dict[str, Any]]:
     """Return the ratios of speeds of a model for each number of requests at once."""
-    (prompts, end), rows = sums(model), []
+    rows = []
     with servers(model, "off", "history") as both:
         for at_once in AT_ONCE:
-            # Other prompts for each load: the history of the last one does not help.
-            own = [[*prompt[:1], *prompt] for prompt in prompts] if rows else prompts
-            prompts = own
+            # Each load has other prompts: the history of the one before does not help.
+            prompts, end = sums(model, seed=at_once)
             pairs = [
-                tuple(asyncio.run(speed(s, own, at_once, epoch, end)) for s in both)
+                [asyncio.run(speed(s, prompts, at_once, epoch, end)) for s in both]
                 for epoch in range(EPOCHS)
             ][1:]
             row: dict[str, Any] = {"at_once": at_once}
@@ -186,9 +185,7 @@ async def _sample(server: ServerProcess, prompts: list[list[int]]) -> list[tuple
 
 
 @torch.no_grad()
-def _places(
-    folder: str, prompts: list[list[int]], answers: list[tuple[int, Answer]]
-) -> np.ndarray:
+def _places(folder: str, prompts: list[list[int]], answers: list[tuple[int, Answer]]) -> np.ndarray:
     """Return a random place of each token within its part of [0, 1], which p divides up."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     source, places = torch.Generator().manual_seed(0), []

@@ -1,7 +1,7 @@
 """Speculation without a draft model: several tokens of an answer in one pass, none changed.
 
 With `server.speculate=history` each decode step computes, for each request, its next token and the
-tokens of a draft (drafts.py). SGLang's own sampler samples a token at every row, as it would at
+tokens of a draft (cpu/drafts.py). SGLang's own sampler samples a token at every row, as it would at
 that position without a draft: same parameters, same seed, same log-prob. The tokens up to the first
 that differs from the draft are the answer's. A row after it has seen a wrong token, and is dropped.
 So the tokens follow the policy's distribution whatever the drafts are, and with
@@ -28,7 +28,7 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, Speculati
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from torch import Tensor
 
-from areal_lite.cpu.sglang.drafts import LONGEST, History, Pace, PromptHistory
+from areal_lite.cpu.drafts import LONGEST, History, Pace, PromptHistory
 
 NAME = "HISTORY"
 _ROWS = 8  # of a request in a step: its next token and seven drafted ones

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.cpu.sglang.drafts import LONGEST, History, Pace, PromptHistory
+from areal_lite.cpu.drafts import LONGEST, History, Pace, PromptHistory
 
 TOKENS = st.lists(st.integers(0, 5), max_size=40)
 
