@@ -64,7 +64,7 @@ def servers(model: str, *speculate: str) -> Iterator[list[ServerProcess]]:
     with tempfile.TemporaryDirectory() as folder:
         started = [
             ServerProcess(
-                ServerConfig(device="cpu", speculate=kind),
+                ServerConfig(device="cpu", speculate=kind, args={"max_total_tokens": 8192}),
                 model,
                 name=kind,
                 port=free_port(),

@@ -1,9 +1,10 @@
 """Drafts of answers: what earlier answers to the same prompt said next.
 
 An answer is drafted from the answers to its prompt so far, of earlier epochs and of the requests
-that are running. After each context of 8, 4 and 2 tokens the history knows the token that followed
-most often, and in what part of the cases. A draft follows the longest context that is known, token
-by token, as long as its last token is likely enough (`Pace.floor`).
+that are running, and from the prompt itself. After each context of 8, 4 and 2 tokens the history
+knows the token that followed most often, and in what part of the cases. A draft follows the longest
+context that is known, token by token, as long as its last token is likely enough (`Pace.floor`).
+Where the history of a prompt knows no context, that of all prompts may.
 
 How likely a guess is, the history learns as well: whenever a token is noted, it looks whether the
 guess for it was right. So it knows how often guesses of a kind are right for this policy now: with
@@ -19,7 +20,7 @@ LONGEST = _CONTEXTS[0]
 # Cases that are remembered, of a context and of a kind of guess. The policy changes: old ones fade.
 _OF_CONTEXT, _OF_KIND = 32, 256
 _SEEN = (1, 2, 4)  # cases of a context from which on a guess is of another kind
-Kind = tuple[int, int, int]
+Kind = tuple[bool, int, int, int]
 
 
 class _Context(NamedTuple):
@@ -44,28 +45,41 @@ class _Context(NamedTuple):
 
 class _Guess(NamedTuple):
     token: int
-    kind: Kind  # tokens of the context, how often it was seen, quarters of the cases
+    kind: Kind  # whether the prompt's own, tokens of the context, how often seen, quarters of cases
+
+
+Contexts = dict[int, _Context]  # by hash
 
 
 class PromptHistory:
-    """The tokens that followed each context in the answers to one prompt."""
+    """The tokens that followed each context in one prompt and the answers to it."""
 
     def __init__(self, shared: "_Shared") -> None:
-        self._contexts: dict[int, _Context] = {}  # by hash
+        self._contexts: Contexts = {}
         self._shared = shared
 
     def __len__(self) -> int:
         return len(self._contexts)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Note the tokens of the prompt, unless there are some notes."""
+        if not self._contexts:
+            for at in range(1, len(prompt)):
+                self._count(self._contexts, prompt[max(at - LONGEST, 0) : at], prompt[at])
 
     def note(self, before: Sequence[int], token: int) -> None:
         """Note that `token` came after the tokens `before`, of which at most 8 are looked at."""
         guess = self._guess(before)
         if guess is not None:
             self._shared.note(guess.kind, guess.token == token)
+        for contexts in (self._contexts, self._shared.of_all):
+            self._count(contexts, before, token)
+
+    def _count(self, contexts: Contexts, before: Sequence[int], token: int) -> None:
         for context in set(_hashes(before)):
-            self._shared.contexts += context not in self._contexts
-            known = self._contexts.get(context, _Context(token, 0, 0))
-            self._contexts[context] = known.and_then(token)
+            known = contexts.get(context)
+            self._shared.contexts += known is None
+            contexts[context] = (known or _Context(token, 0, 0)).and_then(token)
 
     def draft(self, before: Sequence[int], most: int, floor: float) -> list[int]:
         """Return at most `most` tokens to follow `before`, each reached with chance >= `floor`."""
@@ -82,10 +96,13 @@ class PromptHistory:
         return tokens[start:]
 
     def _guess(self, before: Sequence[int]) -> _Guess | None:
-        for length, context in zip(_CONTEXTS, _hashes(before)):
-            if (known := self._contexts.get(context)) is not None:
-                seen = sum(known.total >= bound for bound in _SEEN)
-                return _Guess(known.token, (length, seen, 4 * known.cases // known.total))
+        hashes = _hashes(before)
+        for contexts in (self._contexts, self._shared.of_all):
+            for length, context in zip(_CONTEXTS, hashes):
+                if (known := contexts.get(context)) is not None:
+                    own, seen = contexts is self._contexts, sum(known.total >= n for n in _SEEN)
+                    kind = own, length, seen, 4 * known.cases // known.total
+                    return _Guess(known.token, kind)
         return None
 
 
@@ -98,7 +115,8 @@ class _Shared:
     """What the prompts share: how often guesses of a kind were right, and the bound of memory."""
 
     def __init__(self) -> None:
-        self.contexts = 0  # of all prompts
+        self.of_all: Contexts = {}
+        self.contexts = 0  # of all histories
         self._known: dict[Kind, tuple[int, int]] = {}  # right ones, all
 
     def note(self, kind: Kind, right: bool) -> None:
@@ -128,6 +146,9 @@ class History:
 
     def trim(self) -> None:
         """Forget the prompts that were used longest ago, down to the bound."""
+        if len(self._shared.of_all) > self._most // 2:
+            self._shared.contexts -= len(self._shared.of_all)
+            self._shared.of_all.clear()
         while self._shared.contexts > self._most and len(self._prompts) > 1:
             self._shared.contexts -= len(self._prompts.popitem(last=False)[1])
 

@@ -166,6 +166,7 @@ class HistoryWorker(BaseSpecWorker):
             self._prompts.popitem(last=False)
         # A prefill samples one token, also after a retraction.
         answer = _Answer(req, self._history.of(prompt), len(req.output_ids) - 1)
+        answer.history.begin(req.origin_input_ids)
         _note(answer)
         return answer
 

@@ -37,11 +37,22 @@ def test_the_longest_context_decides() -> None:
     assert history.draft([5, 5, 3, 4], 1, 0.0) == [20]
 
 
-def test_each_prompt_has_its_own_history() -> None:
+def test_the_history_of_a_prompt_goes_before_that_of_all() -> None:
     histories = History()
-    told(histories.of("one"), [1, 2, 3, 4])
-    assert histories.of("one").draft([1, 2], 1, 0.0) == [3]
-    assert histories.of("other").draft([1, 2], 1, 0.0) == []
+    told(histories.of("one"), [1, 2, 3, 5])
+    for _ in range(9):
+        told(histories.of("other"), [1, 2, 4, 6])
+    assert histories.of("one").draft([1, 2], 2, 0.0) == [3, 5]
+    assert histories.of("new").draft([1, 2], 2, 0.0) == [4, 6]
+
+
+def test_a_prompt_is_quoted() -> None:
+    history = History().of("prompt")
+    history.begin([1, 2, 3, 4, 5, 6])
+    assert history.draft([9, 3, 4], 3, 0.0) == [5, 6]
+    told(told(history, [3, 4, 8]), [3, 4, 8])
+    history.begin([1, 2, 3, 4, 5, 6])
+    assert history.draft([9, 3, 4], 1, 0.0) == [8], "a prompt is noted once"
 
 
 def test_a_policy_that_changes_is_followed() -> None:
