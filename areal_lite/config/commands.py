@@ -127,6 +127,7 @@ class ClusterConfig:
         "Jobs to submit, to run one after the other. 1: a single job, which requeues itself.",
         within=(1, 1000),
     )
+    job_name: str = setting("areal_lite", "Name of the job.")
     options: dict[str, Any] = setting(
         {}, "More options of sbatch: {partition: a} is --partition=a."
     )

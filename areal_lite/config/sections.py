@@ -34,12 +34,6 @@ class ServerConfig:
         "Give a request the same tokens whatever else the server runs, and on every server. With "
         "schedule=sync a run can then be repeated and resumed bit for bit.",
     )
-    speculate: str = setting(
-        "off",
-        "history: without a GPU, compute several tokens of an answer at once, drafted from earlier "
-        "answers to its prompt. Tokens and log-probs stay the policy's.",
-        choices=("off", "history"),
-    )
     start_timeout_s: float = setting(
         600.0, "Longest time that a server may take to start, in seconds.", within=SECONDS
     )

@@ -40,10 +40,9 @@ def rank_environment() -> dict[str, str]:
     }
 
 
-def server_flags(speculate: str) -> dict[str, Any]:
-    """Return the options of an SGLang server with `server.speculate`."""
+def server_flags() -> dict[str, Any]:
+    """Return the options of an SGLang server."""
     return {
-        "speculative_algorithm": None if speculate == "off" else speculate.upper(),
         "device": "cpu",
         # The backend of areal_lite/cpu/sglang has this name there: see cpu/sglang/platform.py.
         "attention_backend": "torch_native",

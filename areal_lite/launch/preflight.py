@@ -245,30 +245,31 @@ def _prompts_come_again(config: TrainConfig) -> None:
 
 def check_servers(server: ServerConfig, model: str | None) -> None:
     """Check that servers of a model, which may not exist yet, can run on this machine."""
-    if resolve_device(server.device) == "cuda":
-        _check_speculation_on_gpus(server)
-        if server.host != NODE:
-            check_cuda()
-        return
+    device = resolve_device(server.device)
+    if algorithm := server.args.get("speculative_algorithm"):
+        _check_speculation(algorithm, device, server, model)
+    if server.host != NODE and device == "cuda":
+        check_cuda()
+
+
+def _check_speculation(
+    algorithm: str, device: str, server: ServerConfig, model: str | None
+) -> None:
+    key = f"server.args.speculative_algorithm={algorithm}"
+    if (device == "cpu") != (algorithm.upper() == "HISTORY"):
+        raise ValueError(
+            f"{key} is not for this device: use history without a GPU, or one of SGLang's on a GPU"
+        )
+    if device == "cuda" and not server.args.get("disable_overlap_schedule"):
+        raise ValueError(
+            f"{key}: a push would count tokens of the pass before it to the new weights; set "
+            "server.args.disable_overlap_schedule=true too"
+        )
     described = read_json(Path(model) / "config.json") if model else {}
-    if server.speculate != "off" and described.get("model_type") in DELTA_NETS:
+    if device == "cpu" and described.get("model_type") in DELTA_NETS:
         raise ValueError(
-            f"server.speculate={server.speculate}: model={model} has gated delta nets, whose state"
-            " cannot go back to the token before a wrong draft: set it to off"
-        )
-
-
-def _check_speculation_on_gpus(server: ServerConfig) -> None:
-    """Check that every token keeps the weight version that sampled it."""
-    if server.speculate != "off":
-        raise ValueError(
-            f"server.speculate={server.speculate} is for servers without a GPU: on a GPU use "
-            "SGLang's own, server.args.speculative_algorithm=NGRAM"
-        )
-    if server.args.get("speculative_algorithm") and not server.args.get("disable_overlap_schedule"):
-        raise ValueError(
-            "server.args.speculative_algorithm: a push would count tokens of the pass before it to "
-            "the new weights; set server.args.disable_overlap_schedule=true too"
+            f"{key}: model={model} has gated delta nets, whose state cannot go back to the token "
+            "before a wrong draft: remove it"
         )
 
 

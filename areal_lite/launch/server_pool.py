@@ -104,7 +104,7 @@ def server_command(
     }
     environment = _SGLANG_ENVIRONMENT | ({ENV_API_KEY: config.api_key} if config.api_key else {})
     if device == "cpu":
-        flags |= cpu_device().server_flags(config.speculate)
+        flags |= cpu_device().server_flags()
         environment |= cpu_device().server_environment() | {ENV_DEVICE: device}
     else:
         if config.max_running_requests:

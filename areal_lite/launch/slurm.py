@@ -95,7 +95,7 @@ def run(config: SlurmConfig) -> int:
     """
     folder = Path(config.run_dir).resolve()
     text = render(config, folder, Path.cwd())
-    if number := _queued(_job_name(folder)):
+    if number := _queued(_job_name(config.cluster, folder)):
         raise ValueError(
             f"run_dir={config.run_dir}: job {number} of it is in the queue; "
             "scancel it first or choose another folder"
@@ -185,7 +185,7 @@ def _variables(config: SlurmConfig, run_dir: Path, work_dir: Path) -> dict[str, 
 def _options(cluster: ClusterConfig, run_dir: Path) -> list[str]:
     """Return the options of sbatch. `cluster.options` override ours; False or None removes one."""
     options: dict[str, Any] = {
-        "job-name": _job_name(run_dir),
+        "job-name": _job_name(cluster, run_dir),
         "dependency": "singleton",
         "nodes": cluster.nodes,
         "gpus-per-node": cluster.gpus_per_node or None,
@@ -206,5 +206,5 @@ def _options(cluster: ClusterConfig, run_dir: Path) -> list[str]:
     ]
 
 
-def _job_name(run_dir: Path) -> str:
-    return f"areal_lite:{run_dir}"
+def _job_name(cluster: ClusterConfig, run_dir: Path) -> str:
+    return f"{cluster.job_name}:{run_dir}"

@@ -55,14 +55,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="session", params=["off"])
+@pytest.fixture(scope="session", params=[None])
 def sglang_server(request, tiny_model: str, tmp_path_factory: pytest.TempPathFactory):
     """A running server: `.url`, `.info` and `.model` (the folder of its checkpoint).
 
-    Its parameter is `server.speculate`.
+    Its parameter is the algorithm for speculation, or None.
     """
     log = Path(tmp_path_factory.mktemp("sglang-server"), "server.log")
-    config = ServerConfig(speculate=request.param)
+    config = ServerConfig(args={"speculative_algorithm": request.param})
     server = ServerProcess(config, tiny_model, name="test", port=free_port(), seed=1, log_path=log)
     try:
         server.start()

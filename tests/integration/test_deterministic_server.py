@@ -24,13 +24,13 @@ NUM, TOKENS = 12, 100
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.fixture(scope="module", params=["off", "history"])
+@pytest.fixture(scope="module", params=[None, "history"])
 def servers(request, tiny_model: str, current_entry_points, tmp_path_factory):
     """Two servers of the same model, with different seeds of their own."""
     logs = tmp_path_factory.mktemp("deterministic")
     processes = [
         ServerProcess(
-            ServerConfig(deterministic=True, speculate=speculate),
+            ServerConfig(deterministic=True, args={"speculative_algorithm": algorithm}),
             tiny_model,
             name=f"s{seed}",
             port=free_port(),
@@ -38,7 +38,7 @@ def servers(request, tiny_model: str, current_entry_points, tmp_path_factory):
             log_path=logs / f"s{seed}.log",
             environment=current_entry_points,
         )
-        for seed, speculate in ((1, request.param), (2, "off"))
+        for seed, algorithm in ((1, request.param), (2, None))
     ]
 
     async def ready() -> None:

@@ -87,7 +87,7 @@ def reference(tiny_model: str):
     return logprobs
 
 
-also_speculating = pytest.mark.parametrize("sglang_server", ["off", "history"], indirect=True)
+also_speculating = pytest.mark.parametrize("sglang_server", [None, "history"], indirect=True)
 
 
 @also_speculating

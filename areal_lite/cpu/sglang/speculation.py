@@ -1,11 +1,11 @@
 """Speculation without a draft model: several tokens of an answer in one pass, none changed.
 
-With `server.speculate=history` each decode step computes, for each request, its next token and the
-tokens of a draft (cpu/drafts.py). SGLang's own sampler samples a token at every row, as it would at
-that position without a draft: same parameters, same seed, same log-prob. The tokens up to the first
-that differs from the draft are the answer's. A row after it has seen a wrong token, and is dropped.
-So the tokens follow the policy's distribution whatever the drafts are, and with
-`server.deterministic` they are the same tokens.
+With `server.args.speculative_algorithm=history`, each decode step computes the next token of each
+request and the tokens of a draft (cpu/drafts.py). SGLang's own sampler samples a token at every
+row, as it would at that position without a draft: same parameters, same seed, same log-prob. The
+tokens up to the first that differs from the draft are the answer's. A row after it has seen a wrong
+token, and is dropped. So the tokens follow the policy's distribution whatever the drafts are, and
+with `server.deterministic` they are the same tokens.
 
 Requests have drafts of different lengths, so the rows of a step are those of an extension. Slots
 of the KV cache behind the last right token are written again in the next step.
