@@ -154,7 +154,7 @@ class History:
 
 
 class Pace:
-    """The seconds of a decode step as fixed + row * rows, from the last hundred steps or so.
+    """The processor seconds of a decode step, fixed + row * rows, from the last hundred steps or so.
 
     A row is a token to compute: the next token of a request, or a drafted token. Before steps with
     different numbers of rows were seen, the fixed part is taken to be worth 16 rows.
