@@ -20,6 +20,7 @@ LONGEST = _CONTEXTS[0]
 # Cases that are remembered, of a context and of a kind of guess. The policy changes: old ones fade.
 _OF_CONTEXT, _OF_KIND = 32, 256
 _SEEN = (1, 2, 4)  # cases of a context from which on a guess is of another kind
+_DRAFTED = 1.25  # what a drafted row takes, in rows
 Kind = tuple[bool, int, int, int]
 
 
@@ -154,7 +155,7 @@ class History:
 
 
 class Pace:
-    """The processor seconds of a decode step, fixed + row * rows, from the last hundred steps or so.
+    """The processor seconds of a decode step as fixed + row * rows, from about a hundred steps.
 
     A row is a token to compute: the next token of a request, or a drafted token. Before steps with
     different numbers of rows were seen, the fixed part is taken to be worth 16 rows.
@@ -176,10 +177,11 @@ class Pace:
         """Return the least chance with which a drafted row saves more time than it takes.
 
         Without drafts a step of `requests` rows gives as many tokens, so a token is worth
-        (fixed + row * requests) / requests seconds, and a row takes `row` seconds.
+        (fixed + row * requests) / requests seconds. A row takes `row` seconds, and what it takes to
+        draft it.
         """
         fixed, row = self._line()
-        return row * requests / (fixed + row * requests)
+        return min(_DRAFTED * row * requests / (fixed + row * requests), 1.0)
 
     def _line(self) -> tuple[float, float]:
         """Return the fixed seconds and those of a row; any unit before the first step."""
