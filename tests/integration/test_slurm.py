@@ -180,8 +180,9 @@ def test_two_nodes_train_as_one_does_and_two_generate(cluster, model, tmp_path, 
     done = areal_lite(cluster, "train", model, again, *replay)
     assert done.returncode == 0, done.stderr
     for name in ("loss", "grad_norm"):
+        # The terms of the loss are of order 1, and cancel.
         assert [m[name] for m in metrics(again)] == pytest.approx(
-            [m[name] for m in metrics(folder)], rel=1e-6, abs=0
+            [m[name] for m in metrics(folder)], rel=1e-6, abs=1e-7
         ), name
     assert len({m["grad_norm"] for m in metrics(folder)}) == 4
 
