@@ -91,17 +91,17 @@ class Curriculum:
             self.sampler.rest(prompt_index, epochs, after=drawn)
 
 
-def zero_variance(group: Group) -> str | None:
-    """Filter a group whose rewards, of episodes and of turns, are all equal (`zero_variance`)."""
-    earned = {(t.reward, *(t.turn_rewards or ())) for t in group.trajectories}
+def zero_variance(group: Group, *, of_turns: bool) -> str | None:
+    """Filter a group whose rewards, of episodes and perhaps of turns, are all equal."""
+    earned = {(t.reward, *(of_turns and t.turn_rewards or ())) for t in group.trajectories}
     return "zero_variance" if len(earned) == 1 else None
 
 
-async def first_reason(filters: Sequence[str], group: Group, source: Source) -> str | None:
+async def first_reason(config: TrainConfig, group: Group, source: Source) -> str | None:
     """Return the first reason to filter `group`, or None to keep it. Raises TaskFailed."""
-    for name in filters:
+    for name in config.rollout.filters:
         if name == zero_variance.__name__:
-            reason = zero_variance(group)
+            reason = zero_variance(group, of_turns=config.algo.advantage.credit == "turns")
         else:
             assert source.episodes is not None
             reason = await source.episodes.judge(name, group)
@@ -323,7 +323,7 @@ class Dispatcher:
         self._curriculum.record(submission.prompt_index, group.rewards, submission.drawn)
         try:
             source = self.sources[prompt.source]
-            filtered = await first_reason(self._config.rollout.filters, group, source)
+            filtered = await first_reason(self._config, group, source)
         except TaskFailed as error:
             await self._drop_empty(submission, f"filter: {error}")
             return

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from areal_lite.config import RolloutConfig, TrainConfig
 from areal_lite.controller.dispatcher import first_reason, zero_variance
 from areal_lite.trajectory import Group, Trajectory
 
 
-def group(*rewards: float) -> Group:
+def group(*rewards: float, turns: tuple[list[float], ...] = ()) -> Group:
     return Group(
         group_id=0,
         prompt_id="p",
@@ -26,6 +27,7 @@ def group(*rewards: float) -> Group:
                 versions=np.array([-1, 0], np.int32),
                 finish_reason="stop",
                 reward=reward,
+                turn_rewards=turns[sample_index] if turns else None,
             )
             for sample_index, reward in enumerate(rewards)
         ],
@@ -36,7 +38,16 @@ def group(*rewards: float) -> Group:
     "rewards, reason", [((0, 0), "zero_variance"), ((0, 1), None), ((0.5,), "zero_variance")]
 )
 def test_zero_variance(rewards, reason) -> None:
-    assert zero_variance(group(*rewards)) == reason
+    assert zero_variance(group(*rewards), of_turns=False) == reason
+
+
+def test_rewards_of_turns_count_where_they_are_trained_on() -> None:
+    """With `algo.advantage.credit=outcome`, a group of one outcome has no signal."""
+    some = group(1, 1, turns=([0, 1], [1, 0]))
+    assert zero_variance(some, of_turns=True) is None
+    assert zero_variance(some, of_turns=False) == "zero_variance"
+    equal = group(1, 1, turns=([0, 1], [0, 1]))
+    assert zero_variance(equal, of_turns=True) == "zero_variance"
 
 
 def test_filters_are_asked_in_order() -> None:
@@ -48,9 +59,9 @@ def test_filters_are_asked_in_order() -> None:
             return "all_right" if all(t.reward == 1 for t in group.trajectories) else None
 
     def first(filters: list[str], *rewards: float) -> str | None:
-        return asyncio.run(
-            first_reason(filters, group(*rewards), SimpleNamespace(episodes=Workers()))
-        )
+        config = TrainConfig(rollout=RolloutConfig(filters=filters))
+        source = SimpleNamespace(episodes=Workers())
+        return asyncio.run(first_reason(config, group(*rewards), source))
 
     assert first(["own:right"], 1, 1) == "all_right" and first(["own:right"], 0, 0) is None
     assert first(["own:right", "zero_variance"], 0, 0) == "zero_variance"
