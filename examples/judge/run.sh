@@ -27,4 +27,4 @@ areal-lite train "model=$model" \
   data.source=jsonl data.path=data/train.jsonl data.eval_path=data/test.jsonl data.answer_key= \
   reward.function=areal_lite.workflows.judge:rubric.md reward.timeout_s=60 \
   rollout.group_size=8 rollout.max_new_tokens=24 \
-  trainer.batch_groups=8 trainer.minibatches=2 trainer.lr=3e-5 trainer.steps=24 "$@"
+  trainer.batch_groups=8 trainer.minibatches=2 trainer.lr=3e-5 trainer.steps=32 "$@"

@@ -58,7 +58,9 @@ def test_an_example_has_a_command_and_a_short_page(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    "adapters chat_model compaction critic data_sources distillation mixture_of_experts".split(),
+    (
+        "adapters chat_model compaction critic data_sources distillation judge mixture_of_experts"
+    ).split(),
 )
 def test_an_example_of_a_way_to_learn_shows_its_run(name: str) -> None:
     assert "](report.png)" in (EXAMPLES / name / "README.md").read_text()
