@@ -101,6 +101,8 @@ def confine(settings: dict) -> None:
         listener = _restrict_calls(seccomp, notify_filter(machine), _SECCOMP_NEW_LISTENER)
         socket.send_fds(channel, [b"listener"], [listener])
         os.close(listener)
+    # With this before, no descriptor could be sent while the user's processes send 64 others.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     _restrict_calls(seccomp, allow_filter(machine, os.getpid()), 0)
 
 
@@ -109,7 +111,6 @@ def _limit(settings: dict) -> None:
         (resource.RLIMIT_AS, settings["memory_bytes"]),
         (resource.RLIMIT_FSIZE, settings["file_bytes"]),
         (resource.RLIMIT_CPU, settings["cpu_s"]),
-        (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, _NO_CORE_DUMP),
         # The user's other processes share what these count.
         (resource.RLIMIT_SIGPENDING, 0),

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -215,3 +216,12 @@ def test_the_pool_goes_on_after_any_program() -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
+
+
+def test_others_may_send_many_descriptors_meanwhile() -> None:
+    """The kernel counts those of all processes of the user, until they are received."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with here, there:
+        for _ in range(10):
+            socket.send_fds(here, [b"x"], [0] * 20)
+        assert asyncio.run(run_python("print(1)")).stdout == "1\n"
