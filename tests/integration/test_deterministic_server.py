@@ -1,6 +1,7 @@
 """Servers with `server.deterministic`: the same tokens beside any others and on any server.
 
-All of it also holds where the first server speculates and the second does not.
+All of it also holds where the first server speculates and the second does not. The first one also
+retracts a request now and then.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def servers(request, tiny_model: str, current_entry_points, tmp_path_factory):
             port=free_port(),
             seed=seed,
             log_path=logs / f"s{seed}.log",
-            environment=current_entry_points,
+            environment=current_entry_points | ({"SGLANG_TEST_RETRACT": "1"} if algorithm else {}),
         )
         for seed, algorithm in ((1, request.param), (2, None))
     ]

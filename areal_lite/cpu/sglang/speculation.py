@@ -96,7 +96,7 @@ class HistoryWorker(BaseSpecWorker):
         self.model_runner = target_worker.model_runner
         self._history, self._pace = History(), Pace()
         self._prompts: OrderedDict[str, int] = OrderedDict()  # by group, as hashes
-        self._answers: dict[str, _Answer] = {}
+        self._answers: list[_Answer] = []
 
     @property
     def draft_worker(self) -> None:
@@ -145,14 +145,16 @@ class HistoryWorker(BaseSpecWorker):
 
     def _drafts(self, batch: ScheduleBatch) -> list[list[int]]:
         """Note the new tokens of every request, and return a draft for each."""
-        for answer in self._answers.values():
+        for answer in self._answers:
             _note(answer)  # the finished ones, too
         self._history.trim()
-        self._answers = {r.rid: self._answers.get(r.rid) or self._begin(r) for r in batch.reqs}
+        # By object: a client may use an id again.
+        known = {id(answer.req): answer for answer in self._answers}
+        self._answers = [known.get(id(req)) or self._begin(req) for req in batch.reqs]
         if _needs_each_token(batch):
             return [[]] * len(batch.reqs)
         floor = self._pace.floor(len(batch.reqs))
-        return [_draft(answer, floor) for answer in self._answers.values()]
+        return [_draft(answer, floor) for answer in self._answers]
 
     def _begin(self, req: Req) -> _Answer:
         """Find the history of a request: that of the first prompt of its group.
