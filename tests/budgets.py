@@ -134,7 +134,7 @@ def measures() -> Iterator[Measure]:
     core = {name: count for name, count in lines.items() if not part_of(name)}
     yield Measure("lines of the core", sum(core.values()), 25_969, 23_700)
     yield Measure("files of the core", len(core), 118, 118)
-    yield Measure("lines of the package", sum(lines.values()), 42_038, 36_700)
+    yield Measure("lines of the package", sum(lines.values()), 42_040, 36_700)
     yield Measure("files of the package", len(lines), 215, 198)
     way = measure()
     yield Measure("files from prompt to batch", len(way.files), 22, 22)
