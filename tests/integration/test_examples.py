@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = (
     "adapters",
     "chat_model",
+    "coding_agent",
     "compaction",
     "critic",
     "custom_reward",

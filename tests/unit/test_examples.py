@@ -59,7 +59,8 @@ def test_an_example_has_a_command_and_a_short_page(folder: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     (
-        "adapters chat_model compaction critic data_sources distillation judge mixture_of_experts"
+        "adapters chat_model coding_agent compaction critic data_sources distillation judge "
+        "mixture_of_experts"
     ).split(),
 )
 def test_an_example_of_a_way_to_learn_shows_its_run(name: str) -> None:
@@ -211,13 +212,14 @@ def test_the_referee_knows_the_solution_of_every_problem() -> None:
         assert "".join(lines) == addition.demonstration(problem, random.Random(0))
 
 
-def play_agent(tokenizer: Tokenizer, agent, script: list[str]):
+def play_agent(tokenizer: Tokenizer, agent, script: list[str], **columns):
     """Play an agent on 47 + 85 with a policy that says `script`; return reward and traces."""
 
     async def main():
         endpoint = AgentEndpoint()
         await endpoint.start()
-        prompt = Prompt(prompt_id="p", tokens=tokenizer.encode(PROMPT), answer=ANSWER, text=PROMPT)
+        tokens = tokenizer.encode(PROMPT)
+        prompt = Prompt(prompt_id="p", tokens=tokens, answer=ANSWER, text=PROMPT, info=columns)
         async with playing(tokenizer, prompt, script) as (episodes, client, _):
             with endpoint.conversations(episodes[0]) as (key, conversations):
                 reward = await agent(endpoint.base_url, key, prompt)
@@ -256,6 +258,41 @@ def test_the_agent_that_compacts_asks_with_the_column_before(
         f"b4a7+B8A5=?{first.replace('b7+B5+0=1y2', 'a7+A5+0=1z2')}\n{second}\n",
     ]
     assert play_agent(tokenizer, agent, [f"{first}\n", f"{second}\n"]) == (reward, traces)
+
+
+@pytest.mark.parametrize(
+    "script, reward",
+    [(["It is +."], 1.0), (["-", "so +"], 0.5), (["no idea", "+"], 0.5), (["-", "*"], 0.0)],
+)
+def test_the_coding_agent_edits_its_file_until_the_tests_pass(
+    tokenizer, script: list[str], reward: float
+) -> None:
+    task = code("coding_agent/make_data.py")["task"]
+    row = task("+", "total", random.Random(5))
+    assert "def total(a, b):\n    return a " in row["files"]["calc.py"]
+    agent = code("coding_agent/my_agent.py")["agent"]
+    found, (trace,) = play_agent(tokenizer, agent, script, files=row["files"])
+    assert found == reward
+    shown = trace.partition("Which operator")[0]
+    assert re.search(r"\ntotal\((\d+), (\d+)\) is -?\d+, but should be (\d+)\. $", shown)
+    assert ("Now total(" in trace) == (len(script) == 2)
+
+
+def test_the_tests_of_each_task_tell_its_bug(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code("coding_agent/make_data.py")["main"]()
+    train, test = (Path(f"data/{part}.jsonl").read_text().splitlines() for part in PARTS)
+    assert (len(train), len(test)) == (288, 48) and not set(train) & set(test)
+    agent = code("coding_agent/my_agent.py")
+
+    async def outcomes(row: dict) -> list[str]:
+        files = row["files"]
+        edits = [files | {"calc.py": agent["edited"](files["calc.py"], o)} for o in "+-*"]
+        return [await agent["run_tests"](edit) for edit in edits]
+
+    for row in map(json.loads, test[::17]):
+        assert [failure == "" for failure in asyncio.run(outcomes(row))].count(True) == 1
+        assert asyncio.run(agent["run_tests"](row["files"])), "the bug shows"
 
 
 def test_the_long_sums_have_all_their_digits(tokenizer) -> None:
