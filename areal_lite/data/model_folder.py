@@ -27,7 +27,7 @@ UNTRAINED = ".e_score_correction_bias"  # the end of the names of tensors that n
 # The names in `megatron.architectures`, which imports torch.
 MODEL_TYPES = (
     *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "smollm3", "phi3", "olmo3", "glm4_moe"),
-    *("gemma3_text", "gpt_oss"),
+    *("gemma3_text", "gpt_oss", "deepseek_v3"),
     *(DELTA_NETS := ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")),
 )
 # The layers that have a window, of `sliding_window` tokens: all, or those that `layer_types` names.
@@ -120,6 +120,8 @@ def check_split(described: Mapping[str, Any], trainer: TrainerConfig) -> None:
         raise ValueError(
             f"{described['model_type']} passes states on: set trainer.context_parallel to 1"
         )
+    if described.get("model_type") == "deepseek_v3" and trainer.lora.rank:
+        raise ValueError("deepseek_v3 takes no adapters: set trainer.lora.rank to 0")
     layers, stages = described.get("num_hidden_layers") or 0, trainer.pipeline_parallel
     if layers % (stages * trainer.virtual_pipeline):
         raise ValueError(
@@ -231,6 +233,13 @@ def _check_family(folder: Path, config: Mapping[str, Any]) -> None:
         _check_interval(folder, config)
     if config["model_type"] == "gpt_oss":
         _check_gpt_oss(folder, config)
+    told = {"moe_layer_freq": 1, "topk_method": "noaux_tc"}
+    for name, value in told.items() if config["model_type"] == "deepseek_v3" else ():
+        if (found := config.get(name)) != value:
+            raise ValueError(
+                f"{folder / 'config.json'}: {name}={found!r:.50}, but deepseek_v3 is computed with"
+                f" {json.dumps(value)}, and SGLang reads it there"
+            )
 
 
 def _check_gpt_oss(folder: Path, config: Mapping[str, Any]) -> None:
@@ -304,6 +313,11 @@ def tensor_names(config: Mapping[str, Any]) -> Iterator[str]:
     parts += ["input_layernorm"] * (around or not after) + ["pre_feedforward_layernorm"] * around
     attention = ["self_attn.qkv_proj"] if fused else [f"self_attn.{name}_proj" for name in "qkv"]
     attention += ["self_attn.o_proj"]
+    if kind == "deepseek_v3":
+        queries = ["q_a_proj", "q_a_layernorm", "q_b_proj"]
+        attention = queries if config.get("q_lora_rank") else ["q_proj"]
+        attention += ["kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"]
+        attention = [f"self_attn.{name}" for name in attention]
     norms = after or kind.startswith("qwen3") or config.get("use_qk_norm")
     attention += [f"self_attn.{name}_norm" for name in "qk" if norms]
     inputs = ("qkvz", "ba") if kind == "qwen3_next" else ("qkv", "z", "b", "a")
@@ -336,7 +350,7 @@ def _mlp(config: Mapping[str, Any], dense: bool) -> Iterator[str]:
     if not dense:
         yield "mlp.gate.weight"
         mlps = (f"mlp.experts.{number}" for number in range(num_experts(config)))
-        if kind == "glm4_moe":
+        if kind in ("glm4_moe", "deepseek_v3"):
             yield f"mlp.gate{UNTRAINED}"
             mlps = chain(["mlp.shared_experts"], mlps)
         if kind in DELTA_NETS:
@@ -365,6 +379,24 @@ def _check_tensor(
         )
 
 
+def _latent_shapes(config: Mapping[str, Any], hidden: int, heads: int) -> dict[str, list[int]]:
+    """Return the shapes of multi-latent attention, if a model has it."""
+    if config["model_type"] != "deepseek_v3":
+        return {}
+    plain, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    value, rank, queries = config["v_head_dim"], config["kv_lora_rank"], config["q_lora_rank"]
+    return {
+        "q_proj": [heads * (plain + rope), hidden],
+        "q_a_proj": [queries, hidden],
+        "q_a_layernorm": [queries],
+        "q_b_proj": [heads * (plain + rope), queries],
+        "kv_a_proj_with_mqa": [rank + rope, hidden],
+        "kv_a_layernorm": [rank],
+        "kv_b_proj": [heads * (plain + value), rank],
+        "o_proj": [hidden, heads * value],
+    }
+
+
 def expected_shape(name: str, config: Mapping[str, Any]) -> list[int] | None:
     """Return the shape that a config.json of MODEL_TYPES implies, if it does: [out, in]."""
     module, kind = name.split(".")[-2:] if "." in name else (name, "")
@@ -374,15 +406,12 @@ def expected_shape(name: str, config: Mapping[str, Any]) -> list[int] | None:
         own = config["model_type"].startswith(("qwen3", "gemma3"))
         dim = config["head_dim"] if own else config.get("head_dim") or hidden // heads
         queries, keys = heads * dim, config["num_key_value_heads"] * dim
-        if ".linear_attn." in name:
-            return None
         part = "shared_expert_" if ".shared_expert." in name else "moe_" * ("experts." in name)
         number = config["n_shared_experts"] if ".shared_experts." in name else 1
         width = number * config.get(f"{part}intermediate_size", 0)
-        gates = queries if config["model_type"] in DELTA_NETS else 0
         if module == "experts":  # of gpt-oss
-            inner, wide = config["intermediate_size"], kind.startswith("gate_up")
-            sizes = [hidden, 2 * inner] if wide else [inner, hidden]
+            inner = config["intermediate_size"]
+            sizes = [hidden, 2 * inner] if kind.startswith("gate_up") else [inner, hidden]
             return [num_experts(config), *sizes[kind.endswith("_bias") :]]
         shape = {
             "embed_tokens": [config["vocab_size"], hidden],
@@ -396,7 +425,7 @@ def expected_shape(name: str, config: Mapping[str, Any]) -> list[int] | None:
             "k_norm": [keys if config["model_type"] == "olmo3" else dim],
             "qkv_proj": [queries + 2 * keys, hidden],
             "gate_up_proj": [2 * (width or 0), hidden],
-            "q_proj": [queries + gates, hidden],
+            "q_proj": [queries * (1 + (config["model_type"] in DELTA_NETS)), hidden],
             "k_proj": [keys, hidden],
             "v_proj": [keys, hidden],
             "o_proj": [hidden, queries],
@@ -405,8 +434,11 @@ def expected_shape(name: str, config: Mapping[str, Any]) -> list[int] | None:
             "down_proj": [hidden, width],
             "shared_expert_gate": [1, hidden],
             "self_attn": [heads],  # sinks
+            **_latent_shapes(config, hidden, heads),
             "router": [num_experts(config), hidden],
         }[module]
     except (KeyError, TypeError):
         return None
-    return None if None in shape else shape[:1] if kind == "bias" else shape
+    return (
+        None if None in shape or ".linear_attn." in name else shape[:1] if kind == "bias" else shape
+    )

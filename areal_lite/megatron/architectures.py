@@ -13,6 +13,7 @@ To add one:
 """
 
 import copy
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -150,6 +151,16 @@ GLM_EXPERTS: Mapping = EXPERTS | {
     ),
     "mlp.shared_experts.linear_fc2.weight": RowParallel("mlp.shared_experts.down_proj.weight"),
 }
+LATENT_ATTENTION: Mapping = {
+    "self_attention.q_proj.weight": SplitVector("self_attn.q_proj.weight"),
+    "self_attention.q_down": Replicated("self_attn.q_a_proj.weight"),
+    "self_attention.q_norm.weight": Replicated("self_attn.q_a_layernorm.weight"),
+    "self_attention.q_up.weight": SplitVector("self_attn.q_b_proj.weight"),
+    "self_attention.kv_down": Replicated("self_attn.kv_a_proj_with_mqa.weight"),
+    "self_attention.kv_norm.weight": Replicated("self_attn.kv_a_layernorm.weight"),
+    "self_attention.kv_up.weight": SplitVector("self_attn.kv_b_proj.weight"),
+    "self_attention.proj.weight": RowParallel("self_attn.o_proj.weight"),
+}
 
 SINKS: Mapping = {"self_attention.core_attention.heads.sinks": SplitVector("self_attn.sinks")}
 PROJ_BIAS: Mapping = {"self_attention.linear_proj.bias": Replicated("self_attn.o_proj.bias")}
@@ -193,6 +204,11 @@ class Architecture:
     def norms_after(self) -> bool:
         """Return whether norms stand after attention and MLP."""
         return NORMS_AFTER.keys() <= self.layer.keys()
+
+    @property
+    def latent(self) -> bool:
+        """Return whether attention is multi-latent."""
+        return LATENT_ATTENTION.items() <= self.layer.items()
 
     @property
     def wide_qk_norm(self) -> bool:
@@ -245,12 +261,13 @@ def _delta_net(hf: PretrainedConfig) -> dict[str, Any]:
 
 def _check_glm4_moe(hf: PretrainedConfig) -> None:
     """Raise ValueError for a model that SGLang would compute differently or that cannot train."""
+    kind = hf.model_type
     if hf.tie_word_embeddings:
-        raise ValueError("tie_word_embeddings=true with glm4_moe: SGLang does not share them")
+        raise ValueError(f"tie_word_embeddings=true with {kind}: SGLang does not share them")
     if not hf.norm_topk_prob:
-        raise ValueError("norm_topk_prob=false is not supported for glm4_moe: SGLang ignores it")
+        raise ValueError(f"norm_topk_prob=false is not supported for {kind}: SGLang ignores it")
     if hf.num_experts_per_tok == 1:
-        raise ValueError("num_experts_per_tok=1 leaves the router of glm4_moe without a gradient")
+        raise ValueError(f"num_experts_per_tok=1 leaves the router of {kind} without a gradient")
     if hf.n_routed_experts % hf.n_group or hf.n_routed_experts < 2 * hf.n_group:
         raise ValueError(
             f"n_routed_experts={hf.n_routed_experts} do not make up n_group={hf.n_group} groups of"
@@ -262,7 +279,7 @@ def _glm4_moe(hf: PretrainedConfig) -> dict[str, Any]:
     """Describe experts, shared experts and the layers that have them."""
     dense = min(hf.first_k_dense_replace, hf.num_hidden_layers)
     return {
-        "qk_layernorm": hf.use_qk_norm,
+        "qk_layernorm": getattr(hf, "use_qk_norm", False),
         "add_qkv_bias": hf.attention_bias,
         "num_moe_experts": hf.n_routed_experts,
         "moe_layer_freq": [0] * dense + [1] * (hf.num_hidden_layers - dense),
@@ -276,9 +293,41 @@ def _glm4_moe(hf: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-def _absent_glm4_moe(hf: PretrainedConfig, layer: int) -> tuple[str, ...]:
+def _absent_mlp(hf: PretrainedConfig, layer: int) -> tuple[str, ...]:
     dense = layer < hf.first_k_dense_replace
-    absent = ("mlp.router", "mlp.experts", "mlp.shared_experts") if dense else ("mlp.linear",)
+    return ("mlp.router", "mlp.experts", "mlp.shared_experts") if dense else ("mlp.linear",)
+
+
+def _check_deepseek_v3(hf: PretrainedConfig) -> None:
+    """Raise ValueError for a model that SGLang would compute differently or that cannot train."""
+    _check_glm4_moe(hf)
+    if hf.num_key_value_heads != hf.num_attention_heads:
+        raise ValueError(
+            f"num_key_value_heads={hf.num_key_value_heads} is not supported for deepseek_v3: its"
+            f" {hf.num_attention_heads} heads have keys of their own"
+        )
+    if not hf.rope_interleave or hf.v_head_dim > hf.qk_head_dim:
+        raise ValueError(
+            f"rope_interleave={hf.rope_interleave} and v_head_dim={hf.v_head_dim} are not supported"
+            f" for deepseek_v3: use true, and at most {hf.qk_head_dim}"
+        )
+
+
+def _deepseek_v3(hf: PretrainedConfig) -> dict[str, Any]:
+    """Describe experts as in GLM, and the scale, which YaRN changes (arXiv:2309.00071)."""
+    rope, stretch = hf.rope_parameters, 1.0
+    if rope.get("rope_type", "default") == "yarn" and rope["factor"] > 1:
+        stretch += 0.1 * (rope.get("mscale_all_dim") or 0) * math.log(rope["factor"])
+    return _glm4_moe(hf) | {"softmax_scale": hf.qk_head_dim**-0.5 * stretch**2}
+
+
+def _absent_deepseek_v3(hf: PretrainedConfig, layer: int) -> tuple[str, ...]:
+    queries = ("q_proj",) if hf.q_lora_rank else ("q_down", "q_norm", "q_up")
+    return *_absent_mlp(hf, layer), *(f"self_attention.{name}" for name in queries)
+
+
+def _absent_glm4_moe(hf: PretrainedConfig, layer: int) -> tuple[str, ...]:
+    absent = _absent_mlp(hf, layer)
     absent += () if hf.attention_bias else ("self_attention.linear_qkv.bias",)
     return absent if hf.use_qk_norm else (*absent, *QK_NORM)
 
@@ -400,6 +449,14 @@ ARCHITECTURES = {
         layer=NORMS_AFTER | ATTENTION | WIDE_QK_NORM | GATED_MLP,
         check=_check_olmo3,
         plain_in_windows=True,
+    ),
+    # DeepSeek-V3, and Moonlight, which does not compress queries.
+    "deepseek_v3": Architecture(
+        layer=NORMS | LATENT_ATTENTION | GATED_MLP | GLM_EXPERTS,
+        absent=_absent_deepseek_v3,
+        fields=_deepseek_v3,
+        check=_check_deepseek_v3,
+        rope_types=("default", "yarn"),
     ),
     # Queries also attend to a sink without a value; experts have limits and biases.
     "gpt_oss": Architecture(

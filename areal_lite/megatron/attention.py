@@ -25,8 +25,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer import MegatronModule, TransformerConfig
+from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
@@ -37,7 +41,7 @@ from areal_lite.megatron.architectures import ARCHITECTURES, full_rope
 from areal_lite.megatron.delta_net import Pieces, SplitRows
 from areal_lite.megatron.kernels import Spans, add_sink, kernels, sink_gradient
 from areal_lite.megatron.packing import LocalTokens
-from areal_lite.megatron.parallel import process_group
+from areal_lite.megatron.parallel import current_device, process_group
 from areal_lite.megatron.parameters import head_dim
 
 Segment = tuple[int, int]  # tokens of its queries, and of its keys
@@ -168,6 +172,10 @@ class PackedAttention(MegatronModule):
         if self.rotates:
             angles = packed.angles[0 if self.window is None else -1]
             query, key = _rotate(query, *angles), _rotate(key, *angles)
+        return self.attend(query, key, value, packed)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        """Attend with queries and keys that are rotated."""
         group = process_group(parallel_state.get_context_parallel_group())
         if group.size() > 1:
             both = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=group)
@@ -190,6 +198,76 @@ class PackedAttention(MegatronModule):
                 packed.max_seqlen_kv,
                 *rest,
             ).flatten(1)
+
+
+class LatentAttention(MegatronModule):
+    """Multi-latent attention (arXiv:2405.04434), in place of Megatron's self-attention.
+
+    From one short vector of a token come its keys and values of all heads, and maybe from another
+    its queries. One more part of its key, the same for all heads, is rotated, as a part of each
+    query is. Every rank computes the short vectors of its own tokens.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, hf: Any, proj: Any, norm: Any, **_: Any
+    ):
+        super().__init__(config)
+        self.group = process_group(parallel_state.get_tensor_model_parallel_group())
+        self.own, number = config.num_attention_heads // self.group.size(), hf.num_attention_heads
+        self.plain, self.value = hf.qk_nope_head_dim, hf.v_head_dim
+        self.parts, width = (hf.kv_lora_rank, hf.qk_rope_head_dim), hf.qk_head_dim
+        options: dict[str, Any] = {"config": config, "init_method": config.init_method}
+        options |= {"bias": False, "is_expert": False, "tp_group": self.group}
+
+        def up(inputs: int, outputs: int) -> ColumnParallelLinear:
+            return ColumnParallelLinear(inputs, number * outputs, gather_output=False, **options)
+
+        if hf.q_lora_rank is None:
+            self.q_proj = up(config.hidden_size, width)
+        else:
+            self.q_down = self._down(hf.q_lora_rank)
+            self.q_norm = norm(config, hf.q_lora_rank, config.layernorm_epsilon)
+            self.q_up = up(hf.q_lora_rank, width)
+        self.kv_down = self._down(sum(self.parts))
+        self.kv_norm = norm(config, hf.kv_lora_rank, config.layernorm_epsilon)
+        self.kv_up = up(hf.kv_lora_rank, self.plain + self.value)
+        options |= {"input_is_parallel": True, "skip_bias_add": True}
+        self.proj = build_module(proj, number * self.value, config.hidden_size, **options)
+        self.core = PackedAttention(config, layer_number, None, None, config.softmax_scale)
+
+    def _down(self, size: int) -> torch.nn.Parameter:
+        shape, config = (size, self.config.hidden_size), self.config
+        made = torch.empty(shape, dtype=config.params_dtype, device=current_device())
+        weight = torch.nn.Parameter(made)
+        # Tells Megatron that a rank has the gradient of its own tokens only.
+        weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+        return weight
+
+    def forward(self, hidden_states: Tensor, packed_seq_params: Any = None, **_: Any):
+        """Compute [l / tp, 1, hidden] -> the same shape, and no bias."""
+        angles = packed_seq_params.angles[0]
+
+        def heads(x: tuple[Tensor, Any]) -> Tensor:
+            return x[0][:, 0].unflatten(1, (self.own, -1))
+
+        def turn(x: Tensor) -> Tensor:  # a file has pairs side by side
+            return _rotate(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), *angles)
+
+        if hasattr(self, "q_proj"):
+            query = heads(self.q_proj(hidden_states))
+        else:
+            query = heads(self.q_up(self.q_norm(F.linear(hidden_states, self.q_down))))
+        latent, turned = F.linear(hidden_states, self.kv_down).split(self.parts, -1)
+        turned = turn(gather_from_sequence_parallel_region(turned, group=self.group))
+        kv = heads(self.kv_up(self.kv_norm(latent)))
+        key, value = kv.split((self.plain, self.value), -1)
+        query = torch.cat((query[..., : self.plain], turn(query[..., self.plain :])), -1)
+        key = torch.cat((key, turned.expand(-1, self.own, -1)), -1)
+        # Attention computes heads of one size.
+        value = F.pad(value, (0, query.shape[-1] - self.value))
+        out = self.core.attend(query, key, value, packed_seq_params)
+        out = out.unflatten(1, (self.own, -1))[..., : self.value].flatten(1)
+        return self.proj(out[:, None])
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from areal_lite.megatron.architectures import (
     check_supported,
     transformer_config,
 )
-from areal_lite.megatron.attention import PackedAttention
+from areal_lite.megatron.attention import LatentAttention, PackedAttention
 from areal_lite.megatron.delta_net import GatedDeltaNet, SplitRows
 from areal_lite.megatron.experts import Experts, MixtureOfExperts, RoutingReplay, sparse_layers
 from areal_lite.megatron.kernels import gated, kernels
@@ -224,7 +224,7 @@ def _build_chunk(
     first = get_transformer_layer_offset(config, vp_stage)
     here = slice(first, first + get_num_layers_to_build(config, vp_stage))
     kinds = zip(has_delta_net(hf)[here], sparse_layers(config)[here], strict=True)
-    layers = [_layer_spec(config, lora, family, *kind) for kind in kinds]
+    layers = [_layer_spec(hf, config, lora, *kind) for kind in kinds]
     norm = CenteredNorm if family.centered else RMSNorm
     # Megatron's annotation admits ModuleSpec only; its code takes both.
     block: Any = TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)  # pyright: ignore[reportArgumentType]
@@ -250,9 +250,9 @@ def _build_chunk(
 
 
 def _layer_spec(
+    hf: PretrainedConfig,
     config: TransformerConfig,
     lora: LoraConfig,
-    architecture: Architecture,
     delta: bool,
     sparse: bool,
 ) -> ModuleSpec:
@@ -260,6 +260,7 @@ def _layer_spec(
 
     All layers of a kind are alike: attention finds out about its own layer (attention.py).
     """
+    architecture = ARCHITECTURES[hf.model_type]
     norm = CenteredNorm if architecture.centered else RMSNorm
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer: Any = spec.submodules
@@ -275,6 +276,10 @@ def _layer_spec(
     if delta:
         parts = {"in_proj": qkv, "out_proj": proj, "norm": RMSNorm}
         layer.self_attention = ModuleSpec(module=GatedDeltaNet, params=parts)
+        return spec
+    if architecture.latent:
+        parts = {"hf": hf, "proj": proj, "norm": RMSNorm}
+        layer.self_attention = ModuleSpec(module=LatentAttention, params=parts)
         return spec
     attention = layer.self_attention.submodules
     attention.linear_qkv, attention.linear_proj = qkv, proj

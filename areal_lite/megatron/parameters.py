@@ -49,6 +49,11 @@ def head_dim(hf: PretrainedConfig) -> int:
     return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
 
 
+def query_dim(hf: PretrainedConfig) -> int:
+    """Return the width of a query, of which multi-latent attention rotates the last part."""
+    return getattr(hf, "qk_head_dim", None) or head_dim(hf)
+
+
 def padded_vocab(hf: PretrainedConfig, tensor_parallel: int) -> int:
     """Round `vocab_size` up to a multiple of `tensor_parallel`: rows of embedding and output layer.
 
@@ -94,7 +99,7 @@ class Untrained(Replicated):
 
 
 class SplitVector(Parameter):
-    """One vector, split like the outputs of a matrix."""
+    """One vector or matrix, split along its outputs."""
 
     def shard(self, hf, sources, rank, ranks):
         return _outputs(sources[0], rank, ranks)

@@ -54,7 +54,7 @@ from areal_lite.megatron.packing import (
     to_device,
 )
 from areal_lite.megatron.parallel import init_distributed, process_group, select_dtype
-from areal_lite.megatron.parameters import head_dim
+from areal_lite.megatron.parameters import query_dim
 from areal_lite.megatron.prefixes import build_trie, unshared
 from areal_lite.system import heartbeat
 from areal_lite.train_batch import TrainBatch
@@ -202,7 +202,7 @@ class ParallelModel:
         heartbeat.beat()
         microbatch, local = next(batches)
         hf, dtype = self.hf_config, self.dtype
-        packed = PackedSequences.build(local, self.rotations, head_dim(hf), dtype)
+        packed = PackedSequences.build(local, self.rotations, query_dim(hf), dtype)
         if any(has_delta_net(hf)):
             packed.pieces = Pieces.build(local, hf.linear_conv_kernel_dim, self.device, dtype)
         local = to_device(local, self.device)

@@ -9,7 +9,7 @@ from areal_lite.config import TrainConfig, TrainerConfig
 from areal_lite.config.commands import MODEL_HELP, RUN_DIR_HELP, SEED_HELP, Command
 from areal_lite.config.fields import MAX_SEED, MAX_TOKENS, setting
 
-EXPERTS = ("qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "glm4_moe", "gpt_oss")
+EXPERTS = ("qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "glm4_moe", "gpt_oss", "deepseek_v3")
 """Architectures that are mixtures of experts."""
 
 
@@ -23,14 +23,8 @@ class MakeModelConfig:
         "Model type.",
         choices=(
             *("qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "smollm3", "phi3", "olmo3"),
-            *(
-                "qwen3_next",
-                "qwen3_5_text",
-                "qwen3_5_moe_text",
-                "glm4_moe",
-                "gemma3_text",
-                "gpt_oss",
-            ),
+            *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "gemma3_text"),
+            *("gpt_oss", "deepseek_v3"),
         ),
     )
     hidden_size: int = setting(128, "Size of a hidden state.", within=(1, 65_536))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # What adds to the residual stream.
 _RESIDUAL = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")
 _INTERVAL = 2  # of layers with full attention, where others have a gated delta net
+_UNTIED = ("qwen3_moe", "qwen3_next", "glm4_moe", "gpt_oss", "deepseek_v3")
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 
@@ -78,10 +79,7 @@ def _check(config: MakeModelConfig) -> None:
         raise ValueError(
             f"num_heads={config.num_heads} is not a multiple of num_kv_heads={config.num_kv_heads}"
         )
-    if (
-        config.architecture in ("qwen3_moe", "qwen3_next", "glm4_moe", "gpt_oss")
-        and config.tie_embeddings
-    ):
+    if config.architecture in _UNTIED and config.tie_embeddings:
         raise ValueError(
             f"tie_embeddings=true with architecture={config.architecture}, whose embeddings SGLang"
             " does not share: set it to false"
@@ -90,6 +88,11 @@ def _check(config: MakeModelConfig) -> None:
         raise ValueError(
             f"num_heads={config.num_heads} x head_dim={config.head_dim} is not"
             f" hidden_size={config.hidden_size}, as SGLang wants it for olmo3: set head_dim"
+        )
+    if config.architecture == "deepseek_v3" and config.num_kv_heads != config.num_heads:
+        raise ValueError(
+            f"num_kv_heads={config.num_kv_heads} with architecture=deepseek_v3, whose heads have"
+            f" keys of their own: set it to num_heads={config.num_heads}"
         )
     if config.experts_per_token > config.num_experts:
         raise ValueError(
@@ -159,6 +162,12 @@ def _architecture_settings(config: MakeModelConfig) -> dict[str, Any]:
         }
     if config.architecture == "glm4_moe":
         settings |= {"n_routed_experts": settings.pop("num_experts"), "attention_bias": True}
+    if config.architecture == "deepseek_v3":
+        settings |= {"n_routed_experts": settings.pop("num_experts"), "n_group": 1}
+        settings |= {"moe_layer_freq": 1, "topk_method": "noaux_tc"}
+        settings |= {"topk_group": 1, "first_k_dense_replace": 1, "v_head_dim": config.head_dim}
+        settings |= dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 2 * config.head_dim)
+        settings |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), config.head_dim)
     if config.architecture == "gpt_oss":
         rope = {"rope_type": "default", "rope_theta": config.rope_theta}
         settings |= {"swiglu_limit": 7.0, "rope_parameters": rope}

@@ -148,7 +148,24 @@ def _layer_sizes(hf: PretrainedConfig) -> dict[str, int]:
         "mlp.shared_experts.linear_fc1.weight": 2 * shared * hidden,
         "mlp.shared_experts.linear_fc2.weight": shared * hidden,
         "mlp.shared_experts.gate_weight": hidden,
-    } | (_delta_net_sizes(hf) if family.delta else {})
+    } | (_delta_net_sizes(hf) if family.delta else _latent_sizes(hf) if family.latent else {})
+
+
+def _latent_sizes(hf: PretrainedConfig) -> dict[str, int]:
+    """Count the elements of every parameter of multi-latent attention."""
+    heads, hidden, queries = hf.num_attention_heads, hf.hidden_size, hf.q_lora_rank or 0
+    rank, rope = hf.kv_lora_rank, hf.qk_rope_head_dim
+    sizes = {
+        "q_proj.weight": heads * hf.qk_head_dim * hidden,
+        "q_down": queries * hidden,
+        "q_norm.weight": queries,
+        "q_up.weight": heads * hf.qk_head_dim * queries,
+        "kv_down": (rank + rope) * hidden,
+        "kv_norm.weight": rank,
+        "kv_up.weight": heads * (hf.qk_nope_head_dim + hf.v_head_dim) * rank,
+        "proj.weight": heads * hf.v_head_dim * hidden,
+    }
+    return {f"self_attention.{name}": size for name, size in sizes.items()}
 
 
 def _delta_net_sizes(hf: PretrainedConfig) -> dict[str, int]:
@@ -326,6 +343,8 @@ def layer_activations(
     # Query, key and value, rotated query and key, and the output.
     attention = b * (queries + 2 * keys + queries + keys + queries) + 4 * hf.num_attention_heads
     attention += head_norms
+    if family.latent:
+        attention = _latent_activations(hf, b, norm)
     if any(nets := has_delta_net(hf)):
         attention += (b + 4) * queries  # of the gates, and what they let through
         sizes = _delta_net_sizes(hf)
@@ -350,11 +369,21 @@ def layer_activations(
     return (norms + attention) / tensor + mlp
 
 
+def _latent_activations(hf: PretrainedConfig, b: int, norm: int) -> int:
+    """Estimate the bytes that multi-latent attention keeps for a token; norm: of what is normed."""
+    heads, width = hf.num_attention_heads, hf.qk_head_dim
+    # Queries, keys, padded values, the output with and without its padding, and short vectors.
+    kept = b * (4 * heads * width + heads * hf.v_head_dim) + 4 * heads
+    return kept + (norm + b) * ((hf.q_lora_rank or 0) + hf.kv_lora_rank)
+
+
 def kv_bytes_per_token(hf: PretrainedConfig, itemsize: int, tensor_parallel: int) -> int:
     """Count the bytes of KV cache for one token on each GPU of a server.
 
     Heads are copied where there are fewer of them than GPUs.
     """
+    if ARCHITECTURES[hf.model_type].latent:  # every GPU has the whole short vector
+        return hf.num_hidden_layers * (hf.kv_lora_rank + hf.qk_rope_head_dim) * itemsize
     heads = max(hf.num_key_value_heads // tensor_parallel, 1)
     return 2 * has_delta_net(hf).count(False) * heads * head_dim(hf) * itemsize
 

@@ -27,7 +27,7 @@ from areal_lite.weights.push import WeightPusher
 from tests.integration.test_memory_push import push, running
 from tests.ranks import test_architectures
 from tests.ranks.engine_worker import random_batch
-from tests.ranks.test_families import FAMILIES
+from tests.ranks.test_families import FAMILIES, UNADAPTED
 
 QUICK = ("mistral_window", "olmo3_yarn", "qwen3_5_moe")
 SERVED = [
@@ -112,7 +112,8 @@ def test_server_and_trainer_agree(tmp_path, current_entry_points, monkeypatch, n
     check_weights(model)
     other = changed(model, tmp_path / "other")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    pushed = (model, None), (other, "memory"), (model, "distributed")
+    transports = ("distributed",) * 2 if name in UNADAPTED else ("memory", "distributed")
+    pushed = (model, None), *zip((other, model), transports)
     prompts = [list(range(start, start + 20)) for start in (5, 30, 55)]  # none is in the cache
     answers = []
     with running(model, tmp_path, current_entry_points, "one") as (server,), process_group():

@@ -108,7 +108,7 @@ def run(job: dict) -> dict:
             loaded = Policy(settings, folder, seed=1)
             load(loaded, where)
             results[name]["loaded"] = loaded.logprobs(make_microbatches(batch, 64))
-        if job.get("lora"):
+        if name in job.get("lora", ()):
             results[name] |= adapted(settings, folder, out / f"{name}_adapted")
         results[name]["parameters"] = sum(p.numel() for p in engine.model.parameters())
         if job.get("saved") and dist.get_world_size() == 1:

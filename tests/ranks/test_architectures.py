@@ -134,7 +134,7 @@ def launch(
     """Run the worker on all ranks of the layout, and return the results of each rank.
 
     options: `saved`, a folder of checkpoints of the updated models, which the first layout fills,
-    and `lora`, whether adapters are trained, too.
+    and `lora`, the models whose adapters are trained, too.
     """
     job = {
         "layout": layout,

@@ -22,7 +22,7 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
 def make(folder: Path, architecture: str = "qwen3") -> Path:
-    tie = architecture not in ("qwen3_moe", "qwen3_next", "glm4_moe", "gpt_oss")
+    tie = architecture not in ("qwen3_moe", "qwen3_next", "glm4_moe", "gpt_oss", "deepseek_v3")
     make_model.run(
         MakeModelConfig(out=str(folder), architecture=architecture, tie_embeddings=tie, **TINY)
     )
@@ -59,7 +59,8 @@ def test_every_architecture_passes_and_a_wrong_size_does_not(
     config = json.loads((model / "config.json").read_text())
     mixture = architecture in EXPERTS and architecture != "gpt_oss"
     width = "moe_intermediate_size" if mixture else "intermediate_size"
-    for key in ("vocab_size", "hidden_size", "num_key_value_heads", width):
+    heads = "num_attention_heads" if architecture == "deepseek_v3" else "num_key_value_heads"
+    for key in ("vocab_size", "hidden_size", heads, width):
         (model / "config.json").write_text(json.dumps(config | {key: config[key] * 2}))
         assert "but config.json implies" in refusal(model)
 
@@ -208,6 +209,24 @@ def test_layers_with_attention_are_those_that_sglang_assumes(fields: dict, tmp_p
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | fields))
     assert "write how often a layer has full attention" in refusal(model)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field"),
+    [
+        ("deepseek_v3", "moe_layer_freq"),
+        ("deepseek_v3", "topk_method"),
+        ("gpt_oss", "swiglu_limit"),
+    ],
+)
+def test_what_sglang_reads_of_mixtures_is_there(
+    architecture: str, field: str, tmp_path: Path
+) -> None:
+    model = make(tmp_path / "model", architecture)
+    config = json.loads((model / "config.json").read_text())
+    del config[field]
+    (model / "config.json").write_text(json.dumps(config))
+    assert field in refusal(model)
 
 
 def test_weights_that_predict_several_tokens_are_left_alone(tmp_path: Path) -> None:

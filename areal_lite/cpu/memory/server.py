@@ -39,6 +39,10 @@ class LoadPlan:
     """
 
     def __init__(self, model: Any, tensors: list[tuple[str, torch.Tensor]]):
+        if hasattr(model, "post_load_weights"):  # DeepSeek-V3
+            raise StagedError(
+                "the server's model computes more from its weights: use sync.transport=distributed"
+            )
         parameters = dict(model.named_parameters())
         self._addresses = _addresses(model)
         recorder = _Recorder({_storage(parameter) for parameter in parameters.values()})

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from areal_lite.config import TrainConfig
 from areal_lite.cpu.memory.staged import ACTIVATE, ALIGNMENT, CHECK, DATA_OFFSET, FIELDS, Header
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system import heartbeat
+from areal_lite.system.files import read_json
 from areal_lite.system.gpus import resolve_device
 from areal_lite.system.network import LOOPBACK
 from areal_lite.system.processes import steady_time
@@ -52,12 +54,15 @@ class MemoryTransport:
     def fits(config: TrainConfig) -> bool:
         """Return whether `sync.transport=auto` is memory: the fastest transport without GPUs.
 
-        Memory needs servers of one process, on the trainer's machine.
+        Memory needs servers of one process, on the trainer's machine, and a model that computes
+        nothing from its weights when they change, as DeepSeek-V3 does.
         """
         server = config.server
         is_here = server.host in LOOPBACK and server.tensor_parallel == 1
         devices = {resolve_device(config.trainer.device), resolve_device(server.device)}
-        return devices == {"cpu"} and is_here and can_share_memory()
+        kind = read_json(Path(config.model) / "config.json").get("model_type")
+        plain = kind != "deepseek_v3"
+        return devices == {"cpu"} and is_here and plain and can_share_memory()
 
     def transfer(
         self, recipients: PushRecipients, buckets: Iterable[Bucket], pause: Pause, *, apart: bool

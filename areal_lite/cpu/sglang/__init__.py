@@ -9,8 +9,7 @@ SGLang itself is not edited. It has extension points for hardware that it does n
 * `attention.py`: an attention backend of one kernel, in place of a loop over sequences in Python.
 * `pages.py`: the allocator of the KV cache, whose kernels SGLang has in Triton only.
 * `decoder.py`: the layers of dense models, by few operators.
-* `delta_net.py`: one kernel for the gated delta nets of Qwen3-Next and Qwen3.5.
-* `gpt_oss.py`: what SGLang lets gpt-oss do with a GPU only.
+* `families.py`: the gated delta nets of Qwen3-Next and Qwen3.5, and gpt-oss.
 * The windows of Mistral, Qwen and Phi-3, whose models in SGLang have none.
 * `operators.py`: the norm and the rotary embedding, by one kernel each, for other models.
 * `speculation.py`: several tokens of an answer in one pass, drafted from earlier answers.
@@ -36,7 +35,7 @@ def activate() -> str | None:
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from areal_lite.cpu.sglang import delta_net, gpt_oss
+    from areal_lite.cpu.sglang import families
     from areal_lite.cpu.sglang.invariant import multinomial_with_seed
     from areal_lite.sglang_plugins import push
 
@@ -47,7 +46,7 @@ def activate() -> str | None:
         ("managers.scheduler.Scheduler._should_defer_prefill", _defer_while_decoding, around),
         *((f"models.{model}.forward", _forward, around) for model in _DENSE_MODELS),
         *((f"models.{model}.__init__", _set_windows, after) for model in (*_DENSE_MODELS, _MOE)),
-        *((target, hook, around) for target, hook in (*delta_net.hooks(), *gpt_oss.hooks())),
+        *((target, hook, around) for target, hook in families.hooks()),
         ("layers.logits_processor.LogitsProcessor._compute_lm_head", _lm_head, around),
         (f"{runner}.maybe_enable_batch_invariant_mode", _make_invariant, replace),
         ("layers.sampler.multinomial_with_seed", multinomial_with_seed, replace),

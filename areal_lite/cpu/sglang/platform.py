@@ -42,6 +42,17 @@ class CpuPlatform(SRTPlatform, CpuDeviceMixin):
 
         return MHATokenToKVPool
 
+    def get_mla_kv_pool_cls(self) -> type:
+        from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+        class LatentPool(MLATokenToKVPool):
+            """The cache of short vectors; SGLang gives it a size for another kind of attention."""
+
+            def __init__(self, *args: Any, index_head_dim: Any = None, **named: Any) -> None:
+                super().__init__(*args, **named)
+
+        return LatentPool
+
     def get_paged_allocator_cls(self) -> type:
         from areal_lite.cpu.sglang.pages import CpuPageAllocator
 

@@ -76,3 +76,10 @@ def test_a_plan_does_not_fit_a_model_whose_parameters_moved():
     plan = LoadPlan(model, list(weights().items()))
     model.norm = torch.nn.Parameter(torch.zeros(4))
     assert not plan.fits(model)
+
+
+def test_a_model_that_computes_more_from_its_weights_is_refused():
+    model = FusedModel()
+    model.post_load_weights = lambda: None
+    with pytest.raises(StagedError, match="use sync.transport=distributed"):
+        LoadPlan(model, list(weights().items()))

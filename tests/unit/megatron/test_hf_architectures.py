@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from areal_lite.config import TrainerConfig
+from areal_lite.config import LoraConfig, TrainerConfig
 from areal_lite.data.model_folder import DELTA_NETS, check_split, num_experts
 from areal_lite.megatron.architectures import (
     ARCHITECTURES,
@@ -46,10 +46,11 @@ def config(architecture: str, **fields):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_supported(architecture):
-    hf = config(architecture)
+    groups = 4 if architecture == "deepseek_v3" else 2
+    hf = config(architecture, num_key_value_heads=groups)
     check_supported(hf, TrainerConfig(tensor_parallel=2))
     made = transformer_config(hf, torch.float32)
-    assert made.num_query_groups == 2
+    assert made.num_query_groups == groups
     assert made.add_bias_linear == (architecture == "gpt_oss")
     assert made.add_qkv_bias == (architecture == "qwen2")  # GLM's default is without
     assert made.qk_layernorm == architecture.startswith(("qwen3", "gemma3"))
@@ -111,6 +112,10 @@ def test_supported(architecture):
         ("gpt_oss", {"attention_bias": False}, "attention_bias=false"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
         ("gpt_oss", {"num_experts_per_tok": 1}, "without a gradient"),
+        ("deepseek_v3", {"tie_word_embeddings": True}, "with deepseek_v3: SGLang does not share"),
+        ("deepseek_v3", {"num_key_value_heads": 1}, "its 4 heads have keys of their own"),
+        ("deepseek_v3", {"num_key_value_heads": 4, "v_head_dim": 999}, "v_head_dim=999 are not"),
+        ("deepseek_v3", {"num_key_value_heads": 4, "rope_interleave": False}, "=False and v_head"),
         ("llama", {"sliding_window": 8}, "sliding_window=8"),
         (
             "llama",
@@ -164,6 +169,20 @@ def test_refused(architecture, fields, message):
         check_supported(
             config(architecture, **fields), TrainerConfig(tensor_parallel=2, expert_parallel=2)
         )
+
+
+def test_multi_latent_attention_takes_no_adapters():
+    hf = config("deepseek_v3", num_key_value_heads=4)
+    with pytest.raises(ValueError, match="deepseek_v3 takes no adapters: set trainer.lora.rank"):
+        check_supported(hf, TrainerConfig(lora=LoraConfig(rank=2)))
+
+
+@pytest.mark.parametrize("mscale, scale", [(0.0, 1.0), (0.5, (1 + 0.05 * math.log(4)) ** 2)])
+def test_yarn_changes_the_scale_of_deepseeks_scores(mscale, scale):
+    rope = YARN | {"mscale": 0.5, "mscale_all_dim": mscale}
+    hf = config("deepseek_v3", num_key_value_heads=4, rope_parameters=rope)
+    made = transformer_config(hf, torch.float32)
+    assert made.softmax_scale == pytest.approx(scale * 192**-0.5)
 
 
 def test_states_do_not_pass_between_context_parallel_ranks():

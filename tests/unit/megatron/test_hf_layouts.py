@@ -50,6 +50,10 @@ def cases(draw):
         linear_key_head_dim=draw(st.integers(1, 3)),
         linear_value_head_dim=draw(st.integers(1, 3)),
         full_attention_interval=2,
+        q_lora_rank=draw(st.sampled_from([None, 5])),
+        kv_lora_rank=7,
+        qk_nope_head_dim=3,
+        v_head_dim=5,
     )
     return config, ranks
 
@@ -81,6 +85,8 @@ def shape(name: str, hf) -> tuple[int, ...]:
         kind = name.rpartition(".")[2]
         sizes = (hidden, 2 * width) if kind.startswith("gate") else (width, hidden)
         return (5, *sizes[kind.endswith("bias") :])
+    if hf.model_type == "deepseek_v3" and "self_attn" in name:
+        return latent_shape(name.split(".")[-2], hf)
     part = "moe_" if "experts." in name else "shared_expert_" if ".shared_expert." in name else ""
     width = getattr(hf, f"{part}intermediate_size", 0)
     heads, groups, dim, hidden = (
@@ -114,6 +120,22 @@ def shape(name: str, hf) -> tuple[int, ...]:
     if kind == "bias" or "norm" in module:
         return (rows.get(module, hidden),)
     return (rows[module], columns.get(module, hidden))
+
+
+def latent_shape(module: str, hf) -> tuple[int, ...]:
+    """Return the shape of a tensor of multi-latent attention."""
+    heads, rank, queries = hf.num_attention_heads, hf.kv_lora_rank, hf.q_lora_rank
+    query = hf.qk_nope_head_dim + hf.qk_rope_head_dim
+    return {
+        "q_proj": (heads * query, hf.hidden_size),
+        "q_a_proj": (queries, hf.hidden_size),
+        "q_a_layernorm": (queries,),
+        "q_b_proj": (heads * query, queries),
+        "kv_a_proj_with_mqa": (rank + hf.qk_rope_head_dim, hf.hidden_size),
+        "kv_a_layernorm": (rank,),
+        "kv_b_proj": (heads * (hf.qk_nope_head_dim + hf.v_head_dim), rank),
+        "o_proj": (hf.hidden_size, heads * hf.v_head_dim),
+    }[module]
 
 
 def net_shape(name: str, hf) -> tuple[int, ...]:
@@ -192,6 +214,8 @@ def expected(plan, tensors: list[torch.Tensor], hf, rank: int, ranks: int) -> to
     if name.endswith("o_proj.bias"):
         return first
     if name.endswith("sinks"):
+        return first.tensor_split(ranks)[rank]
+    if hf.model_type == "deepseek_v3" and ("q_proj" in name or "_b_proj" in name):
         return first.tensor_split(ranks)[rank]
     if "q_norm" in name or "k_norm" in name:
         return first.tensor_split(ranks)[rank] if hf.model_type == "olmo3" else first

@@ -12,7 +12,7 @@ from areal_lite.quickstart.command import EXPERTS, MakeModelConfig
 
 TINY = dict(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, mlp_size=16)
 
-UNTIED = ("qwen3_moe", "qwen3_next", "glm4_moe", "gpt_oss")
+UNTIED = ("qwen3_moe", "qwen3_next", "glm4_moe", "gpt_oss", "deepseek_v3")
 
 
 @pytest.mark.parametrize("architecture", settings_of(MakeModelConfig)["architecture"].choices)

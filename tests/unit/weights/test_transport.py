@@ -35,6 +35,12 @@ def test_other_servers_take_part_in_a_broadcast(settings):
     assert choose_transport(config(**settings)) == "distributed"
 
 
+def test_a_model_that_computes_from_its_weights_takes_part_in_a_broadcast(tmp_path):
+    for kind, transport in (("qwen3", "memory"), ("deepseek_v3", "distributed")):
+        (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+        assert choose_transport(TrainConfig(model=str(tmp_path))) == transport
+
+
 def test_an_installation_without_the_plugin_broadcasts(monkeypatch):
     monkeypatch.setattr(push, "load", lambda *_: None)
     assert choose_transport(config()) == "distributed"

@@ -1,10 +1,14 @@
-"""Qwen3-Next and Qwen3.5 without a GPU: SGLang's models, with one kernel for gated delta nets.
+"""Families of models without a GPU: SGLang's models, with what it lets them do with a GPU only.
 
-SGLang keeps the pools of states and says which request has which. Its kernels for them are in
-Triton, or in a build of its own for one kind of processor.
+Qwen3-Next and Qwen3.5 get one kernel for gated delta nets. SGLang keeps the pools of states and
+says which request has which. Its kernels for them are in Triton, or in a build of its own for one
+kind of processor.
 
 Prefixes are not cached: a cached prefix would need its states, too, which SGLang keeps on a GPU
 only, or for pages of one token.
+
+gpt-oss gets this package's attention, which knows sinks, and one cache for all of its layers: that
+for windows has kernels in Triton only.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from areal_lite.cpu.kernels import delta_net
 from areal_lite.data.model_folder import DELTA_NETS
@@ -23,6 +27,7 @@ from areal_lite.data.model_folder import DELTA_NETS
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+_adjusting = False
 # Requests that run at a time, unless a setting says otherwise. SGLang would fill the memory.
 _STATES = 128
 _CONFIGURE = "arg_groups.model_hook.handle_mamba_radix_cache"
@@ -38,6 +43,11 @@ def hooks() -> tuple[tuple[str, Callable[..., Any]], ...]:
         ("models.qwen3_5.Qwen3_5GatedDeltaNet.forward", _forward),
         ("models.qwen3_5.fused_sigmoid_mul", _gated),
         ("models.qwen2_moe.fused_gate_sigmoid_mul_add", _add_shared_expert),
+        ("arg_groups.model_hook.handle_model_specific_adjustments", _adjust),
+        ("arg_groups.model_hook.attention_backends_of", _allowed_backends),
+        ("models.gpt_oss.GptOssAttention.__init__", _make_attention),
+        ("layers.rotary_embedding.factory.get_rope_wrapper", _rotation),
+        ("layers.moe.fused_moe_native.swiglu_gpt_oss_sigmoid_alpha", _gated_of_gpt_oss),
     )
 
 
@@ -45,6 +55,8 @@ def _configure(original: Callable[..., None], arguments: Any, hf_config: Any) ->
     """Switch the prefix cache off for models with states, and limit their number."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
+    if hf_config.model_type == "gpt_oss":
+        declare_resolution(arguments, __name__, disable_hybrid_swa_memory=True)
     if hf_config.model_type in DELTA_NETS:
         given = resolving_view(arguments)
         states = given.max_mamba_cache_size or given.max_running_requests or _STATES
@@ -117,3 +129,46 @@ def _add_shared_expert(
 ) -> None:
     """Add the result of the shared expert, times its gate, to `total`."""
     total += F.linear(x, weight[None]).sigmoid() * shared
+
+
+def _adjust(original: Callable[..., None], arguments: Any) -> None:
+    """Adjust settings to the model, for which SGLang asks for a backend that it knows."""
+    global _adjusting
+    _adjusting = True
+    original(arguments)
+    _adjusting = False
+
+
+def _allowed_backends(original: Callable[..., tuple[str, ...]], view: Any) -> tuple[str, ...]:
+    """Name a backend with which SGLang allows the model, in place of ours."""
+    found = original(view)
+    return ("triton", "triton") if _adjusting else found
+
+
+def _make_attention(
+    original: Callable[..., None], attention: Any, *args: Any, **named: Any
+) -> None:
+    """Give the sinks the type of the model; SGLang's are bfloat16 always."""
+    original(attention, *args, **named)
+    sinks = attention.sinks.to(attention.qkv_proj.weight.dtype)
+    attention.sinks = nn.Parameter(sinks, requires_grad=False)
+
+
+def _gated_of_gpt_oss(
+    original: Callable[..., Tensor], x: Tensor, alpha: float, limit: float
+) -> Tensor:
+    """Compute what SGLang's function does without compiling it, which takes seconds."""
+    gate, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(-limit, limit)
+    return gate * (alpha * gate).sigmoid() * (up + 1)
+
+
+def _rotation(original: Callable[..., Any], *args: Any, device: Any = None, **named: Any) -> Any:
+    """Make the rotation of DeepSeek-V3, for which SGLang takes YaRN alone on a CPU.
+
+    All tokens, new ones too, then attend to the short vectors in the cache.
+    """
+    from sglang.srt.layers.rotary_embedding import get_rope
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+
+    handlers.AttentionBackendRegistry.register("torch_native", handlers._dispatch_mla_subtype)
+    return get_rope(*args, **named)
