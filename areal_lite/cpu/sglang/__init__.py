@@ -11,7 +11,7 @@ SGLang itself is not edited. It has extension points for hardware that it does n
 * `decoder.py`: the layers of dense models, by few operators.
 * `families.py`: the gated delta nets of Qwen3-Next and Qwen3.5, and gpt-oss.
 * The windows of Mistral, Qwen and Phi-3, whose models in SGLang have none.
-* `operators.py`: the norm and the rotary embedding, by one kernel each, for other models.
+* `operators.py`: sampling, and for other models the norm and the rotary embedding.
 * `speculation.py`: several tokens of an answer in one pass, drafted from earlier answers.
 * `invariant.py`: batch-invariant products and seeded sampling, for `server.deterministic`.
 * `stand_ins.py`: stand-ins for packages that SGLang imports and a text model never uses.
@@ -48,6 +48,7 @@ def activate() -> str | None:
         *((f"models.{model}.__init__", _set_windows, after) for model in (*_DENSE_MODELS, _MOE)),
         *((target, hook, around) for target, hook in families.hooks()),
         ("layers.logits_processor.LogitsProcessor._compute_lm_head", _lm_head, around),
+        ("layers.sampler.sampling_from_probs_torch", _draw, around),
         (f"{runner}.maybe_enable_batch_invariant_mode", _make_invariant, replace),
         ("layers.sampler.multinomial_with_seed", multinomial_with_seed, replace),
     ):
@@ -98,6 +99,12 @@ def _lm_head(*args: Any, **named: Any) -> Any:
     from areal_lite.cpu.sglang import decoder
 
     return decoder.lm_head(*args, **named)
+
+
+def _draw(*args: Any, **named: Any) -> Any:
+    from areal_lite.cpu.sglang import operators
+
+    return operators.draw(*args, **named)
 
 
 def _make_invariant(runner: Any) -> None:

@@ -1,9 +1,11 @@
-"""SGLang's norm and rotary embedding by the kernels of areal_lite/cpu/kernels/norms.py.
+"""SGLang's norm, rotary embedding and sampling, by kernels of areal_lite/cpu/kernels.
 
 SGLang has a registry of operators for hardware that it does not know. Inputs that the kernels do
 not suit go to SGLang's own torch code: other types than float32, and variants of the operators that
 no supported model has. A kernel has one thread: the batches of a decode step are too small for two.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from torch import Tensor
 
-from areal_lite.cpu.kernels import norms
+from areal_lite.cpu.kernels import norms, sampling
 
 
 def register_operators(platform_key: str) -> None:
@@ -69,6 +71,27 @@ def _rotated(x: Tensor, cos: np.ndarray, sin: np.ndarray, dim: int) -> Tensor:
     out = np.empty_like(heads)
     norms.rotate(heads, cos, sin, np.float32(1), out)
     return torch.from_numpy(out).view(x.shape)
+
+
+def draw(
+    original: Callable[..., Tensor],
+    probs: Tensor,
+    sampling_seed: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """Draw a token from each row of probs, float32 [rows, vocabulary]: int32 [rows].
+
+    torch.multinomial draws a number for every token of the vocabulary. One for each row will do.
+    Raises ValueError for NaN, as it does.
+    """
+    if sampling_seed is not None:
+        return original(probs, sampling_seed, positions)
+    uniform = torch.rand(len(probs), dtype=torch.float64).numpy()
+    tokens = torch.full((len(probs),), -1, dtype=torch.int32)
+    sampling.draw(probs.float().contiguous().numpy(), uniform, tokens.numpy())
+    if (tokens < 0).any():
+        raise ValueError("probabilities are NaN: the weights, or the logits, are broken")
+    return tokens
 
 
 def _is_float32(x: Tensor) -> bool:
