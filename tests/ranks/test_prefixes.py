@@ -161,13 +161,15 @@ def test_values_and_their_gradients_are_those_of_the_plain_layout(critic, batch,
     assert_equal(grads, wanted)
 
 
-def varlen(query, key, value, bounds_q, bounds_k, longest_q, longest_k, *, window_size, enable_gqa):
+def varlen(
+    query, key, value, bounds_q, bounds_k, longest_q, longest_k, *, window_size, enable_gqa, scale
+):
     """Attend as torch's FlashAttention does; autograd keeps `key` and `value` as they are."""
-    (q, k), width = (bounds.diff().tolist() for bounds in (bounds_q, bounds_k)), key.shape[2]
+    q, k = (bounds.diff().tolist() for bounds in (bounds_q, bounds_k))
     assert (longest_q, longest_k, window_size) == (max(q), max(k), (-1, 0))
     scores = torch.einsum("qgid,kgd->giqk", query.unflatten(1, (key.shape[1], -1)), key)
     allowed = [torch.ones(a, b, dtype=torch.bool).tril(b - a) for a, b in zip(q, k)]
-    scores = scores.masked_fill(~torch.block_diag(*allowed).bool(), float("-inf")) / width**0.5
+    scores = scores.masked_fill(~torch.block_diag(*allowed).bool(), float("-inf")) * scale
     return torch.einsum("giqk,kgd->qgid", scores.softmax(-1), value).flatten(1, 2)
 
 
