@@ -6,7 +6,7 @@ BASE is a chat model, and the second one is that model after training on sums (e
 A server with drafts (server.args.speculative_algorithm=history) and one without have the same
 requests in turn: groups of samples for prompts that come again in each epoch, with 1, 4, 8 and 32
 requests at once. The first epoch, which only fills the history, does not count. A ratio is the
-median of those of the epochs, with the lowest and the highest, of tokens a second: by the clock,
+median of the epochs, with the lowest and the highest, of tokens a second: by the clock,
 and by the server's processor time, which other load of the machine changes less.
 
     python -m benchmarks.speculation --exact

@@ -113,7 +113,7 @@ def _hashes(before: Sequence[int]) -> list[int]:
 
 
 class _Shared:
-    """What the prompts share: how often guesses of a kind were right, and the bound of memory."""
+    """The rates of right guesses, by kind, and the contexts of all prompts."""
 
     def __init__(self) -> None:
         self.of_all: Contexts = {}
@@ -184,7 +184,7 @@ class Pace:
         return min(_DRAFTED * row * requests / (fixed + row * requests), 1.0)
 
     def _line(self) -> tuple[float, float]:
-        """Return the fixed seconds and those of a row; any unit before the first step."""
+        """Return the fixed seconds and the seconds of a row; any unit before the first step."""
         if not self._weight:
             return 16.0, 1.0
         rows, seconds = self._rows / self._weight, self._seconds / self._weight

@@ -85,8 +85,9 @@ def test_a_token_changes_nothing_of_other_sequences(policy, kernel, monkeypatch,
         others = batch.sequence_ids != chosen
         tolerance = dict(atol=1e-5, rtol=1e-5) if name in ROUNDED else dict(atol=0, rtol=0)
         torch.testing.assert_close(before[:, others], after[:, others], **tolerance)
-        if name in ROUNDED:  # the rounding of a sum over many tokens goes with its largest terms
-            tolerance["atol"] *= max(1, *(g.abs().max().item() for g in gradients.values()))
+        if name in ROUNDED:  # gradients are sums of up to 40, in float32
+            largest = max(g.abs().max().item() for g in gradients.values())
+            tolerance["atol"] = max(1e-5, 1e-6 * largest)
         torch.testing.assert_close(gradients, changed, **tolerance)
         rest = np.arange(len(batch.tokens))
         own = (rest >= max(place, start + 1)) & (rest < end)

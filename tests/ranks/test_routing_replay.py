@@ -167,7 +167,7 @@ def test_log_probs_are_those_of_the_recorded_experts(results, expected, name) ->
 def test_other_families_replay_in_the_layers_that_have_experts(
     tmp_path, monkeypatch, family, layers
 ) -> None:
-    """Half of GLM's layers are dense: all those of the first pipeline stage."""
+    """Half of GLM's layers are dense, on the first pipeline stage."""
     monkeypatch.setitem(MODELS, "other", FAMILIES[family])
     make_model("other", tmp_path / "other")
     chosen = {"tensor": dict(tensor_parallel=2), "pipeline": dict(pipeline_parallel=2)}

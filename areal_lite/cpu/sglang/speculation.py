@@ -7,7 +7,7 @@ tokens up to the first that differs from the draft are the answer's. A row after
 token, and is dropped. So the tokens follow the policy's distribution whatever the drafts are, and
 with `server.deterministic` they are the same tokens.
 
-Requests have drafts of different lengths, so the rows of a step are those of an extension. Slots
+Requests have drafts of different lengths, so a step runs as an extension of each request. Slots
 of the KV cache behind the last right token are written again in the next step.
 """
 
@@ -43,7 +43,7 @@ def register() -> None:
 
 
 class HistoryAlgorithm(CustomSpecAlgo):
-    """What SGLang asks of an algorithm beyond its own base class."""
+    """The algorithm, with the methods that SGLang calls and its base class lacks."""
 
     def has_draft_kv(self) -> bool:
         return False

@@ -79,7 +79,7 @@ LIMITS: dict[str, float] = {
     "uniform_share": 0.5,  # half of the batch adds nothing (DAPO, arXiv 2503.14476)
     "uniform_alarm": 0.9,  # most batches of 8 groups then have none to learn from
     "signal_groups": 30,  # of which none has a signal: below 10 % have one, 95 % confidence
-    "repeated": 1.2,  # completions in a group: few groups have a second one
+    "repeated": 1.2,  # completions in a group: in few groups does a completion come twice
     "unlikely": 20,  # nats: a chance of 2e-9
     "entropy_ratio": 0.1,  # of the first entropy: reward is paid with it (arXiv 2505.22617)
     "solved_reward": 0.95,  # of the largest reward: low entropy is right for a solved task

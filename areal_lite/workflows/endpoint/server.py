@@ -80,7 +80,7 @@ class Conversation:
     def _appended(self, count: int, messages: list[Message]) -> str | None:
         """Return what the agent writes after the stop text of the answer in `count` messages.
 
-        None if that is no such answer, or if the agent repeats it otherwise.
+        None for another message, and if the agent repeats the answer otherwise.
         """
         whole, given = self._stopped.get(count), messages[count - 1]
         text = given["content"].strip()

@@ -219,7 +219,7 @@ def test_the_pool_goes_on_after_any_program() -> None:
 
 
 def test_others_may_send_many_descriptors_meanwhile() -> None:
-    """The kernel counts those of all processes of the user, until they are received."""
+    """The kernel counts descriptors in flight over all processes of the user."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     with here, there:
         for _ in range(10):

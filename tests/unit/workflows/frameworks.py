@@ -264,7 +264,7 @@ class Recorder(AgentEndpoint):
 
 @dataclass
 class Episode:
-    """What an agent was given, and what became of it."""
+    """The inputs of an agent and its result."""
 
     endpoint: Recorder
     api_key: str
