@@ -71,6 +71,7 @@ PARTS = {
     "fused": Part("gpu_parts", 1, "an update with operators fused, and without"),
     "prefixes": Part("gpu_prefixes", 1, "prefixes computed once; attention over spans, windows"),
     "experts": Part("gpu_experts", 1, "experts at once and one after the other"),
+    "families": Part("gpu_families", 1, "each family of models, against transformers"),
     "agree": Part("gpu_runs", 1, "log-probs of server and trainer; tokens a second"),
     "tags": Part("gpu_runs", 1, "versions of tokens around a push"),
     "order": Part("gpu_runs", 1, "the same KV cache beside an empty and a full GPU", on_cpu=False),

@@ -42,7 +42,7 @@ def install(kernels: Kernels) -> None:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute x / rms(x) * weight over the last dimension, in float32, rounded once."""
     if norms.fits(x):
-        return _RMSNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
+        return _RMSNorm.apply(x, weight.float(), eps)  # pyright: ignore[reportReturnType]
     # A fifth faster than torch's own, with the same result.
     h = x.float()
     return (weight * (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps))).to(x.dtype)
