@@ -5,6 +5,7 @@ a window that cuts their short sequences, and also run without a GPU.
 """
 
 import json
+import re
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -106,7 +107,8 @@ def _caught(function: Callable[[], Result]) -> Result:
         return function()
     except Exception as error:
         traceback.print_exc()
-        return {"error": repr(error)[:300]}, {"it runs": False}
+        what = re.split("[;\n]", str(error))[0]  # the log has the rest
+        return {"error": f"{type(error).__name__}: {what}"}, {"it runs": False}
 
 
 def _family(name: str, tiny: bool, server_args: dict[str, str | bool]) -> Result:

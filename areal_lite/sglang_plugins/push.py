@@ -52,6 +52,7 @@ _READ = (
 )
 _SAMPLER = "sglang.srt.layers.sampler.Sampler._sample_from_probs"
 _RELEASE = "sglang.srt.managers.schedule_batch.release_req"
+_WINDOW = "sglang.srt.model_executor.model_runner.resolve_sliding_window_size"
 _COLLECT = (
     "sglang.srt.managers.scheduler_components.batch_result_processor."
     "SchedulerBatchResultProcessor._maybe_collect_routed_experts"
@@ -88,6 +89,7 @@ def hooks() -> dict[str, Callable]:
         _SAMPLER: _sample_by_token,
         _RELEASE: _keep_routes,
         _COLLECT: _return_kept_routes,
+        _WINDOW: _see_whole_window,
         **({_READ: _read_parameter} if os.environ.get(ENV_READBACK) == "1" else {}),
     }
 
@@ -313,3 +315,11 @@ def _return_kept_routes(original: Callable, self: Any, req: Any) -> None:
     if kept is not None and req.routed_experts is not None:
         count = min(len(kept), len(req.routed_experts))
         req.routed_experts[:count] = kept[:count]
+
+
+def _see_whole_window(original: Callable, *args: Any, **named: Any) -> int | None:
+    """Return the number of tokens before its own that a token sees; for Triton, with its own."""
+    from sglang.srt.runtime_context import attention_backends
+
+    size, (_, decode) = original(*args, **named), attention_backends()
+    return size + 1 if size and size > 0 and decode == "triton" else size

@@ -61,6 +61,17 @@ def test_rms_norm_and_its_gradients(shape, scale, seed):
     assert_same_with_gradients(fused, plain, [x, weight])
 
 
+def test_a_bfloat16_weight_of_float32_rows():
+    """As in a gated delta net in bfloat16, whose state is float32."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(7, 16), torch.randn(16).bfloat16()
+    norm, exact = norm_of(weight, 1e-6), norm_of(weight.float(), 1e-6)
+    assert torch.equal(norm(x), exact(x))
+    for module in (norm, exact):
+        module(x).sin().sum().backward()
+    assert torch.equal(norm.weight.grad, exact.weight.grad.bfloat16())
+
+
 @settings(max_examples=40, deadline=None)
 @given(shape=shapes, seed=st.integers(0, 2**31))
 def test_rotation_and_its_gradient(shape, seed):

@@ -1,5 +1,6 @@
 """The plugin changes SGLang's pauses, and nothing else."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -83,3 +84,13 @@ def test_a_server_without_a_gpu_keeps_the_memory_of_a_bucket(monkeypatch) -> Non
         assert name == "w" and torch.equal(found, tensor)
         addresses.append(found.untyped_storage().data_ptr())
     assert addresses[0] == addresses[1], "a smaller bucket fits"
+
+
+@pytest.mark.parametrize(
+    "backend, size, kept",
+    [("triton", 127, 128), ("triton", None, None), ("triton", -1, -1), ("fa3", 127, 127)],
+)
+def test_triton_decodes_with_the_whole_window(monkeypatch, backend, size, kept) -> None:
+    context = SimpleNamespace(attention_backends=lambda: ("fa3", backend))
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    assert push_plugin._see_whole_window(lambda model, config: size, "model", "config") == kept
