@@ -25,7 +25,6 @@ from areal_lite.config.command_line import (
     overrides_of,
     switches,
 )
-from areal_lite.config.commands import CORE
 from areal_lite.config.help import groups_text, help_text, show
 from areal_lite.extensions import load_object
 
@@ -101,13 +100,11 @@ def parse(command: str, args: list[str]) -> tuple[set[str], list[str]]:
     """Return the flags and the overrides in `args`. Raises ValueError if one is unknown."""
     switched, modes = switches(command), find_command(command).modes
     flags = {arg for arg in args if arg.startswith("-")}
-    for other, about in CORE.items():
-        for flag in sorted(flags & about.modes.keys() - modes.keys()):
-            raise ValueError(
-                f"{flag} is for `areal-lite {other}`, where it {about.modes[flag].does}"
-            )
     known = (*_FLAGS, *modes, *switched)
     for flag in sorted(flags.difference(known)):
+        for other in command_names():
+            if mode := find_command(other).modes.get(flag):
+                raise ValueError(f"{flag} is for `areal-lite {other}`, where it {mode.does}")
         hint = did_you_mean(flag, known) or f"choose one of {', '.join(known)}"
         raise ValueError(f"unknown option {flag}; {hint}")
     others = [switched.get(arg, arg) for arg in args if arg not in flags or arg in switched]

@@ -15,8 +15,6 @@ from areal_lite.config.algo import (
     ShapingConfig,
 )
 from areal_lite.config.commands import (
-    ClusterConfig,
-    SlurmConfig,
     TrainConfig,
     command_names,
     find_command,

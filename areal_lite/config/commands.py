@@ -1,17 +1,16 @@
-"""The commands of `areal-lite` and the settings of the core's own: `train` and `slurm`.
+"""`areal-lite train` and its settings, and how other commands are found.
 
-Other commands are entry points of the group `areal_lite.commands`, each a `Command`.
+They are entry points of the group `areal_lite.commands`, each a `Command`.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from omegaconf import MISSING
 
 from areal_lite import extensions
 from areal_lite.config.algo import AlgoConfig
 from areal_lite.config.data import DataConfig, EvalConfig, RewardConfig
-from areal_lite.config.fields import MAX_SEED, WEEK_S, setting
+from areal_lite.config.fields import MAX_SEED, setting
 from areal_lite.config.sections import (
     BufferConfig,
     LoggerConfig,
@@ -104,51 +103,6 @@ class TrainConfig:
         return self.trainer.lora.rank > 0 and reference == self.model
 
 
-@dataclass
-class ClusterConfig:
-    """The Slurm job: whole nodes, all alike, with a file system that they share."""
-
-    nodes: int = setting(1, "Number of nodes.", within=(1, 10_000))
-    gpus_per_node: int = setting(8, "GPUs of a node. 0: nodes without GPUs.", within=(0, 1024))
-    trainer_nodes: int | None = setting(
-        None,
-        "Nodes of the trainer; the others hold the servers. null: as many as its ranks need.",
-        within=(1, 10_000),
-    )
-    time: str = setting("24:00:00", "Time limit of the job, as Slurm writes it.")
-    stop_before_s: int = setting(
-        600,
-        "Seconds before the time limit at which the trainer finishes its step and saves a "
-        "checkpoint, and the job is queued again. 0: the job just ends.",
-        within=(0, WEEK_S),
-    )
-    chain: int = setting(
-        1,
-        "Jobs to submit, to run one after the other. 1: a single job, which requeues itself.",
-        within=(1, 1000),
-    )
-    job_name: str = setting("areal_lite", "Name of the job.")
-    options: dict[str, Any] = setting(
-        {}, "More options of sbatch: {partition: a} is --partition=a."
-    )
-    setup: list[str] = setting([], "Lines of shell at the start of the job.")
-    container: str = setting("none", "Container runtime.", choices=("none", "pyxis", "apptainer"))
-    image: str | None = setting(None, "Image of the container.")
-    mounts: list[str] = setting(
-        [], "Further folders mounted into the container: FOLDER or FOLDER:WHERE."
-    )
-    python: str | None = setting(
-        None, "Python interpreter. null: the interpreter that submits, or python3 in a container."
-    )
-
-
-@dataclass
-class SlurmConfig(TrainConfig):
-    """A training run on a Slurm cluster: the settings of `train`, and of the job."""
-
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-
-
 CORE = {
     "train": Command(
         schema=TrainConfig,
@@ -163,17 +117,6 @@ CORE = {
                 # Random keys, made for the run, protect the servers and the controller.
                 settings=("server.host=node", "server.api_key='${token:}'"),
             ),
-        },
-    ),
-    "slurm": Command(
-        schema=SlurmConfig,
-        entry="areal_lite.launch.slurm:run",
-        does="submit a training run to Slurm, for one node or many",
-        check="areal_lite.launch.slurm:check",
-        modes={
-            "--print": Mode(
-                entry="areal_lite.launch.slurm:show", does="prints the job, submits nothing"
-            )
         },
     ),
 }

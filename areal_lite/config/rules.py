@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from areal_lite.config.algo import AlgoConfig
-from areal_lite.config.commands import SlurmConfig, TrainConfig
+from areal_lite.config.commands import TrainConfig
 from areal_lite.config.data import (
     reference_folders,
     sampling_of_evaluation,
@@ -55,8 +55,6 @@ def check_rules(config: Any) -> None:
         check_buffer(config)
         _check_evaluation(config)
         check_push(config)
-    if isinstance(config, SlurmConfig):
-        _check_cluster(config)
 
 
 def _check_server(server: ServerConfig) -> None:
@@ -336,24 +334,6 @@ def check_devices(trainer: str, server: str, transport: str) -> None:
         raise ValueError(
             "sync.transport=memory is for servers without GPUs, and server.device is cuda (auto is "
             "cuda on a machine with a GPU): use sync.transport=distributed"
-        )
-
-
-def _check_cluster(config: SlurmConfig) -> None:
-    cluster, sync = config.cluster, config.sync
-    if cluster.container != "none" and not cluster.image:
-        raise ValueError(f"cluster.container={cluster.container}: set cluster.image")
-    if config.debug != "off":
-        raise ValueError(f"debug={config.debug} is for one machine: use `areal-lite train`")
-    if cluster.nodes == 1:
-        return
-    if config.server.host in LOOPBACK:
-        raise ValueError(
-            f"server.host={config.server.host}: other nodes cannot reach that, use node"
-        )
-    if sync.transport == "disk" and (sync.disk_path or "").startswith("/dev/shm"):
-        raise ValueError(
-            f"sync.disk_path={sync.disk_path} is on one node only: use a folder that all nodes see"
         )
 
 

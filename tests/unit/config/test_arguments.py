@@ -63,7 +63,7 @@ def test_mistakes_are_one_line(capsys, tmp_path):
     assert "name one run directory, not 2" in run(capsys, "report", "--inspect", "runs/a", "runs/b")
     assert "nowhere: there is no such folder" in run(capsys, "report", "nowhere", str(tmp_path))
     assert "unknown option --folow; did you mean --follow?" in run(capsys, "report", "--folow")
-    assert "unknown option --follow" in run(capsys, "audit", "--follow")
+    assert "--follow is for `areal-lite report`" in run(capsys, "audit", "--follow")
     assert "runs/a has no value: write runs/a=…" in run(capsys, "train", "runs/a")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal_lite.cli import checked_config, main
-from areal_lite.config import SlurmConfig
+from areal_lite.clusters import SlurmConfig
 from areal_lite.config.command_line import config_dir
 from areal_lite.quickstart.make_model import build_char_tokenizer
 

@@ -19,11 +19,12 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from areal_lite.config import ClusterConfig, SlurmConfig
+from areal_lite.clusters import ClusterConfig, SlurmConfig
 from areal_lite.launch.prepare import COMPLETE, write
 from areal_lite.launch.roles import rank_environment
 from areal_lite.run_dir.paths import CHECKPOINT_MARKER, CHECKPOINTS_DIR, SLURM_JOB_FILE
 from areal_lite.run_dir.resume import lock_run_dir
+from areal_lite.system.network import LOOPBACK
 
 _TEMPLATE = Path(__file__).with_name("job.sbatch.j2")
 
@@ -83,8 +84,27 @@ def check(config: SlurmConfig) -> None:
     """Check what the run needs of this machine and of files, and its layout. Raises ValueError."""
     from areal_lite.launch.preflight import check_run
 
+    _check_nodes(config)
     check_run(config)
     layout(config)
+
+
+def _check_nodes(config: SlurmConfig) -> None:
+    cluster, sync = config.cluster, config.sync
+    if cluster.container != "none" and not cluster.image:
+        raise ValueError(f"cluster.container={cluster.container}: set cluster.image")
+    if config.debug != "off":
+        raise ValueError(f"debug={config.debug} is for one machine: use `areal-lite train`")
+    if cluster.nodes == 1:
+        return
+    if config.server.host in LOOPBACK:
+        raise ValueError(
+            f"server.host={config.server.host}: other nodes cannot reach that, use node"
+        )
+    if sync.transport == "disk" and (sync.disk_path or "").startswith("/dev/shm"):
+        raise ValueError(
+            f"sync.disk_path={sync.disk_path} is on one node only: use a folder that all nodes see"
+        )
 
 
 def run(config: SlurmConfig) -> int:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.config import ClusterConfig, ServerConfig, SlurmConfig, TrainerConfig, load_config
+from areal_lite.clusters import ClusterConfig, SlurmConfig
+from areal_lite.clusters.slurm import layout, render
+from areal_lite.config import ServerConfig, TrainerConfig, load_config
 from areal_lite.launch.prepare import write
-from areal_lite.launch.slurm import layout, render
 from areal_lite.run_dir.paths import CHECKPOINT_MARKER
 from areal_lite.system.gpus import divide_gpus
 
