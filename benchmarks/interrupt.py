@@ -115,7 +115,7 @@ async def measure(
     pusher = WeightPusher(stream, device, Controller(fleet, mode), config, folder)
     params = SamplingParams(arguments.tokens, 1.0, ())
     started = time.perf_counter()
-    servers = [await fleet.reserve(1) for _ in range(arguments.requests)]
+    servers = [await fleet.reserve() for _ in range(arguments.requests)]
     tasks = [
         asyncio.create_task(
             fleet.complete(Session(f"{mode}-{transport}-{i}", server), PROMPT, params)

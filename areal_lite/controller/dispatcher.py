@@ -7,7 +7,8 @@
 * Every submitted group ends exactly once: as finished, filtered or dropped. A dropped group's
   prompt is drawn again, as a new group.
 * submitted = running + accepted + rejected (buffer.py), so no capacity leaks.
-* All rollouts of a group start on one server, which then shares the prompt's KV cache.
+* The rollouts of a group start on as few servers as `Fleet.place` allows: a server computes their
+  prompt once.
 * An episode is scored when it is finished; it does not wait for its group.
 * An error of a workflow or of a reward costs its rollout. Any other error is a bug and is raised.
 

@@ -279,9 +279,8 @@ class Player:
         params: SamplingParams,
         first: int = 0,
     ) -> list[Rollout]:
-        """Play a rollout for each request id on one ready server, from sample `first` on."""
-        server = await self.fleet.reserve(len(rids))
-        sessions = [Session(rid, server) for rid in rids]
+        """Play a rollout for each request id on ready servers, from sample `first` on."""
+        sessions = list(map(Session, rids, await self.fleet.place(len(rids))))
         episodes = [
             Episode(
                 prompt=prompt,

@@ -363,8 +363,22 @@ class Fleet:
             if changes == self._push_changes:
                 raise
 
-    async def reserve(self, count: int, prefer: Iterable[ServerInfo] = ()) -> ServerInfo:
-        """Wait for a ready server, choose one, and count `count` trajectories as its load."""
+    async def place(self, samples: int) -> list[ServerInfo]:
+        """Reserve a server for each sample of a group.
+
+        Samples share the cache of their prompt on a server, so they stay together as long as they
+        at most double its load. Where groups are few, no server idles while another has a group.
+        """
+        servers: list[ServerInfo] = []
+        while len(servers) < samples:
+            server = await self.reserve()
+            part = min(samples - len(servers), self.router.load[server.name] + 1)
+            self.router.load[server.name] += part - 1
+            servers += [server] * part
+        return servers
+
+    async def reserve(self, prefer: Iterable[ServerInfo] = ()) -> ServerInfo:
+        """Wait for a ready server, choose one, and count a trajectory as its load."""
         while (server := self.router.choose(prefer)) is None:
             self._ready.clear()
             self._waiting += 1
@@ -372,7 +386,7 @@ class Fleet:
                 await self._ready.wait()
             finally:
                 self._waiting -= 1
-        self.router.load[server.name] += count
+        self.router.load[server.name] += 1
         return server
 
     def release(self, server: ServerInfo) -> None:
@@ -393,7 +407,7 @@ class Fleet:
         prefix = prompt.tobytes()
         refusals: dict[ServerInfo, ServerRefused] = {}
         forgiven: set[ServerInfo] = set()
-        server = session.server if session.reserved else await self.reserve(1, [session.server])
+        server = session.server if session.reserved else await self.reserve([session.server])
         session.turns, session.reserved = session.turns + 1, False
         while True:
             session.server = server
@@ -420,7 +434,7 @@ class Fleet:
 
     async def open_session(self, rid: str) -> Session:
         """Wait for a ready server, and open a session on it."""
-        return Session(rid, await self.reserve(1))
+        return Session(rid, await self.reserve())
 
     def close_session(self, session: Session) -> None:
         """Give back the reservation of a session without a turn."""
@@ -442,11 +456,11 @@ class Fleet:
     ) -> ServerInfo:
         """Reserve another server, preferably of `holders`. Raises a refusal if all have refused."""
         if not refusals:
-            return await self.reserve(1, holders)
+            return await self.reserve(holders)
         others = [s for s in self.router.servers.values() if s not in refusals]
         if not any(map(self.router.is_ready, others)):
             raise next(iter(refusals.values()))
-        return await self.reserve(1, others)
+        return await self.reserve(others)
 
     @contextmanager
     def _placed(self, server: ServerInfo, prefix: bytes) -> Iterator[None]:

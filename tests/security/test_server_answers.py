@@ -302,7 +302,7 @@ def test_the_fleet_leaves_the_liar_out_and_goes_on(lies: dict) -> None:
             watching = asyncio.create_task(fleet.watch())
             async with asyncio.timeout(10):
                 for number in range(3):
-                    server = await fleet.reserve(1)
+                    server = await fleet.reserve()
                     done = await fleet.complete(Session(str(number), server), PROMPT, PARAMS)
                     assert done.finish_reason in ("stop", "length")
                 while not unhealthy:
@@ -331,7 +331,7 @@ def test_what_every_server_refuses_is_no_failure_of_theirs() -> None:
             )
             watching = asyncio.create_task(fleet.watch())
             with pytest.raises(ServerRefused, match="too long"):
-                await fleet.complete(Session("0", await fleet.reserve(1)), PROMPT, PARAMS)
+                await fleet.complete(Session("0", await fleet.reserve()), PROMPT, PARAMS)
             assert not unhealthy and not any(fleet.router.load.values())
             watching.cancel()
 

@@ -32,10 +32,10 @@ class FakeFleet:
     def __init__(self) -> None:
         self.load = 0
 
-    async def reserve(self, count: int, prefer=()) -> ServerInfo:
+    async def place(self, samples: int) -> list[ServerInfo]:
         await asyncio.sleep(0)
-        self.load += count
-        return SERVER
+        self.load += samples
+        return [SERVER] * samples
 
     async def complete(self, *_: object) -> Completion:
         raise AssertionError("the workflows of these tests ask no server")

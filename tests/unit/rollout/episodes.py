@@ -131,9 +131,9 @@ async def playing(
     fleet = Fleet(client, lambda: SERVERS, lambda: None)
     watching = asyncio.create_task(fleet.watch())
     try:
-        server = await fleet.reserve(len(script))
+        servers = await fleet.place(len(script))
         params = SamplingParams(max_new_tokens, 0.7, tokenizer.eos_ids, experts=experts)
-        sessions = [Session(f"0-{sample_index}", server) for sample_index in range(len(script))]
+        sessions = [Session(f"0-{number}", server) for number, server in enumerate(servers)]
         yield (
             [
                 Episode(

@@ -139,7 +139,7 @@ async def answer(
     fleet = Fleet(client, lambda: [SERVER], lambda: None)
     watching = asyncio.create_task(fleet.watch())
     try:
-        session = Session("0-0", await fleet.reserve(1))
+        session = Session("0-0", await fleet.reserve())
         fleet.router.pushing = 1
         episode = Episode(
             prompt=Prompt(prompt_id="p", tokens=prompt, answer="", text=""),

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -134,7 +136,7 @@ def test_requests_share_prefixes_within_a_version_only() -> None:
         again = Fleet(client, lambda: [A], lambda: None)
         again.router.version = 1
         await watched_once(again)
-        await again.complete(Session("2", await again.reserve(1)), PROMPT, PARAMS)
+        await again.complete(Session("2", await again.reserve()), PROMPT, PARAMS)
         assert len(set(client.cache_keys)) == 3, "another controller may have other weights"
 
     asyncio.run(run())
@@ -166,8 +168,9 @@ def test_completions_move_on_and_give_their_reservations_back() -> None:
         fleet = Fleet(client, lambda: [A, B], lambda: None)
         await watched_once(fleet)
         client.dead.add(A)
-        server = await fleet.reserve(3)
-        assert server == A and (await fleet.reserve(1)) == B
+        server = A
+        assert await fleet.place(2) + [await fleet.reserve([A])] == [A, A, A]
+        assert await fleet.reserve() == B
         results = await asyncio.gather(
             *(fleet.complete(Session(str(i), server), PROMPT, PARAMS) for i in range(3))
         )
@@ -187,7 +190,7 @@ def test_without_a_server_it_waits_for_one() -> None:
         servers: list[ServerInfo] = []
         changes = []
         fleet = Fleet(OneToken(), lambda: servers, lambda: changes.append(1))
-        waiting = asyncio.create_task(fleet.reserve(1))
+        waiting = asyncio.create_task(fleet.reserve())
         await watched_once(fleet)
         assert not waiting.done()
         servers.append(A)
@@ -202,7 +205,7 @@ def test_no_ready_server_while_something_waits() -> None:
         client, servers = OneToken(), [A]
         fleet = Fleet(client, lambda: servers, lambda: None)
         await watched_once(fleet)
-        server = await fleet.reserve(1)
+        server = await fleet.reserve()
         client.dead.add(A)
         assert not fleet.no_ready_server
         moving = asyncio.create_task(fleet.complete(Session("0", server), PROMPT, PARAMS))
@@ -219,7 +222,7 @@ def test_no_ready_server_while_something_waits() -> None:
         fleet.begin_push(1, [C])
         fleet.finish_push(1, ["c"])
         assert not fleet.no_ready_server, "nothing waits"
-        waiting = asyncio.create_task(fleet.reserve(1))
+        waiting = asyncio.create_task(fleet.reserve())
         await until(lambda: fleet.no_ready_server)
         waiting.cancel()
         await until(lambda: not fleet.no_ready_server)
@@ -295,7 +298,7 @@ def test_requests_on_a_hung_server_move_and_it_is_marked_unhealthy() -> None:
         client, unhealthy = OneToken(), []
         async with watched(client, [A, B], unhealthy) as fleet:
             client.hung.add(A)
-            servers = [await fleet.reserve(1) for _ in range(4)]
+            servers = [await fleet.reserve() for _ in range(4)]
             results = await asyncio.gather(
                 *(
                     fleet.complete(Session(str(i), server), PROMPT, PARAMS)
@@ -364,14 +367,14 @@ def test_a_withdrawn_server_finishes_its_requests_and_is_monitored_until_then() 
     async def run() -> None:
         client, unhealthy, servers = OneToken(), [], [A, B]
         async with watched(client, servers, unhealthy) as fleet:
-            server = await fleet.reserve(1)
+            server = await fleet.reserve()
             client.slow.add(A)
             task = asyncio.create_task(fleet.complete(Session("0", server), PROMPT, PARAMS))
             await asyncio.sleep(0.005)
             servers.remove(A)
             fleet.router.update_servers(servers)
             await asyncio.sleep(0.02)
-            assert not task.done() and not unhealthy and await fleet.reserve(1) == B
+            assert not task.done() and not unhealthy and await fleet.reserve() == B
             client.hung.add(A)
             assert len((await task).tokens) == 1 and unhealthy == [A]
 
@@ -382,9 +385,9 @@ def test_the_samples_of_a_group_move_to_one_server() -> None:
     async def run() -> None:
         client, unhealthy = OneToken(), []
         async with watched(client, [A, B, C], unhealthy) as fleet:
-            await fleet.reserve(2)  # on A
-            group = await fleet.reserve(4)
-            assert group == B
+            assert await fleet.place(2) == [A, A]
+            group = B
+            assert await fleet.place(2) + [await fleet.reserve([B]) for _ in "ab"] == [B] * 4
             client.dead.add(B)
             client.slow.add(C)  # keeps them there long enough to look
             tasks = [
@@ -436,5 +439,30 @@ def test_servers_of_an_earlier_controller_get_no_request_before_a_push() -> None
         fleet.begin_push(0, [A])
         fleet.finish_push(0, [])
         assert fleet.router.ready == {"a", "c"}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_groups_stay_together_and_leave_no_server_idle(seed: int) -> None:
+    async def run() -> None:
+        draw, client = random.Random(seed), OneToken()
+        servers = [replace(A, name=f"s{number}") for number in range(draw.randint(1, 8))]
+        client.versions = dict.fromkeys(servers, 0)
+        async with watched(client, servers, []) as fleet:
+            load, held = fleet.router.load, []
+            for _ in range(100):
+                size, least = draw.randint(1, 8), min(load[server.name] for server in servers)
+                placed = await fleet.place(size)
+                held += placed
+                assert load.total() == len(held) and len(placed) == size
+                if least >= size - 2:
+                    assert len(set(placed)) == 1, "a group is divided that need not be"
+                least = min(load[server.name] for server in servers)
+                most = max(load[server.name] for server in placed)
+                assert most <= 2 * (least + 1), "a server has little beside a whole group"
+                draw.shuffle(held)
+                for _ in range(draw.randint(0, len(held))):
+                    fleet.release(held.pop())
 
     asyncio.run(run())

@@ -52,7 +52,7 @@ def test_a_healthy_server_loses_one_connection_of_a_request_for_free(cuts: int) 
                 3600,
             )
             watching = asyncio.create_task(fleet.watch())
-            server = await fleet.reserve(2)
+            server, _ = await fleet.place(2)
             answers = [
                 asyncio.create_task(fleet.complete(Session(str(number), server), PROMPT, PARAMS))
                 for number in range(2)

@@ -63,7 +63,7 @@ def test_a_request_keeps_its_seed_through_aborts_and_on_another_server() -> None
         watch = asyncio.create_task(fleet.watch())
         while not fleet.router.ready:
             await asyncio.sleep(0)
-        await fleet.reserve(1)
+        await fleet.reserve()
         params = SamplingParams(3, 1.0, (0,))
         await fleet.complete(Session("5-1", servers[0]), np.ones(2, np.int32), params)
         watch.cancel()
