@@ -134,8 +134,8 @@ def measures() -> Iterator[Measure]:
     core = {name: count for name, count in lines.items() if not part_of(name)}
     yield Measure("lines of the core", sum(core.values()), 25_878, 23_700)
     yield Measure("files of the core", len(core), 117, 118)
-    yield Measure("lines of the package", sum(lines.values()), 42_348, 36_700)
-    yield Measure("files of the package", len(lines), 216, 198)
+    yield Measure("lines of the package", sum(lines.values()), 42_487, 36_700)
+    yield Measure("files of the package", len(lines), 217, 198)
     way = measure()
     yield Measure("files from prompt to batch", len(way.files), 22, 22)
     yield Measure("calls of a request", len(way.calls), 5, 5)

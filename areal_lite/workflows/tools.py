@@ -7,7 +7,8 @@ answer. An error in a call is returned as text: the policy may learn from it.
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from areal_lite.config import TrainConfig
@@ -17,6 +18,12 @@ from areal_lite.rollout.episode import Episode, Transcript
 from areal_lite.trajectory import Trajectory
 from areal_lite.workers.marks import called
 from areal_lite.workflows.tool_calls import answer_parser, check_parsers
+
+Function = Callable[..., Any]
+
+
+class ToolsLost(RuntimeError):
+    """Tools do not answer any more, which is not the policy's doing: the episode fails."""
 
 
 class Tools:
@@ -39,10 +46,8 @@ class Tools:
         tool_parser: str = "auto",
     ):
         check_parsers(tool_parser, "auto")
-        if not tools or max_turns < 1 or max_characters < 1:
-            raise ValueError(
-                "tools must not be empty; max_turns and max_characters must be at least 1"
-            )
+        if max_turns < 1 or max_characters < 1:
+            raise ValueError("max_turns and max_characters must be at least 1")
         functions = [
             self.python if name == "python" else load_object("rollout.workflow_args.tools", name)
             for name in tools
@@ -56,9 +61,15 @@ class Tools:
 
     async def start(self, config: TrainConfig) -> None:
         """Make the tools' schemas. Raises ValueError for a tool without hints or docstring."""
+        if not self._functions:
+            raise ValueError("rollout.workflow_args.tools is empty: name a tool")
         self._schemas = [_schema(function) for function in self._functions.values()]
 
     async def __call__(self, episode: Episode) -> Trajectory:
+        return await self.play(episode, self._functions)
+
+    async def play(self, episode: Episode, functions: Mapping[str, Function]) -> Trajectory:
+        """Play an episode with these functions, by the names in the schemas of `start`."""
         messages = episode.prompt.messages
         tokens = episode.tokenizer.chat(messages, self._schemas) if messages else None
         transcript = Transcript(episode, tokens)
@@ -69,21 +80,13 @@ class Tools:
             parsed = parser.parse(text, self._schemas, before)
             if not (parsed.calls or parsed.is_broken) or turn == self._max_turns - 1:
                 break
-            results = [(await self._result(*call))[: self._max_characters] for call in parsed.calls]
+            results = [
+                (await _result(functions, *call))[: self._max_characters] for call in parsed.calls
+            ]
             results = results or [f"error: not a tool call: {parsed.said[: self._max_characters]}"]
             if not transcript.add_messages([{"role": "tool", "content": r} for r in results]):
                 break
         return transcript.trajectory()
-
-    async def _result(self, name: str, arguments: dict[str, Any]) -> str:
-        if name not in self._functions:
-            return f"error: there is no tool {name!r}, only {', '.join(self._functions)}"
-        try:
-            return str(await called(self._functions[name], **arguments))
-        except SandboxError:
-            raise
-        except Exception as error:  # a tool may raise anything over arguments that a policy wrote
-            return f"error: {type(error).__name__}: {error}"
 
     async def python(self, code: str) -> str:
         """
@@ -100,6 +103,17 @@ class Tools:
         if outcome.ended == "output":
             return f"{outcome.stdout}\nerror: it printed too much"
         return outcome.stdout + outcome.stderr
+
+
+async def _result(functions: Mapping[str, Function], name: str, arguments: dict[str, Any]) -> str:
+    if name not in functions:
+        return f"error: there is no tool {name!r}, only {', '.join(functions)}"
+    try:
+        return str(await called(partial(functions[name], **arguments)))
+    except (SandboxError, ToolsLost):
+        raise
+    except Exception as error:  # a tool may raise anything over arguments that a policy wrote
+        return f"error: {type(error).__name__}: {error}"
 
 
 def _schema(function: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from areal_lite.rollout.pool import EpisodePool
 from areal_lite.rollout.worker import Play
 from areal_lite.servers.client import GenerationChunk, SamplingParams
 from areal_lite.servers.fleet import Completion
-from tests.unit.rollout.episodes import save_chat_tokenizer
+from tests.unit.rollout.episodes import chat_prompt, save_chat_tokenizer
 
 ENVIRONMENT = """
 import verifiers as vf
@@ -27,7 +27,16 @@ def load_environment(bonus):
     rows = [{"question": "1+1?", "answer": "2", "info": {"bonus": 0.5}}]
     return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[right]))
 """
+SERVER = f"{sys.executable} {Path(__file__).with_name('mcp_server.py')}"
+ADD = '<tool_call>\n{"name": "add", "arguments": {"name": "x", "function": 1}}\n</tool_call>'
 CASES = {
+    "mcp": (
+        [
+            *("+task=addition", "rollout.workflow=areal_lite.environments.mcp:McpTools"),
+            f"rollout.workflow_args={{servers: ['{SERVER}'], tool_parser: qwen25}}",
+        ],
+        *([ADD, "done"], None),
+    ),
     "verifiers": (
         ["+task=verifiers", "data.args.environment=my_env", "data.args.arguments={bonus: 4}"],
         *(["2"], 5.5),
@@ -71,7 +80,10 @@ def test_an_episode_in_a_worker(package: str, tmp_path: Path, monkeypatch) -> No
 
     async def main() -> Played | str:
         async with EpisodePool(config, ["train", "eval"]) as pool:
-            prompt = await pool.prompt("train", 0)
+            if package == "mcp":  # its prompts are not the environment's
+                prompt = chat_prompt(tokenizer)
+            else:
+                prompt = await pool.prompt("train", 0)
             params = SamplingParams(4000, 1.0, tokenizer.eos_ids)
             play = Play(0, [0], prompt, params)
             (result,) = await pool.play("p", play, [partial(complete, list(said))])
@@ -80,7 +92,9 @@ def test_an_episode_in_a_worker(package: str, tmp_path: Path, monkeypatch) -> No
     result = asyncio.run(main())
     assert isinstance(result, Played), result
     (trace,) = result.traces
-    if expected is None:  # the number is one of the first ten, or it is not found in time
+    if package == "mcp":
+        assert "<tool_response>x=1</tool_response>" in tokenizer.decode(trace.tokens)
+    elif expected is None:  # the number is one of the first ten, or it is not found in time
         assert trace.reward in (0.0, 1.0)
     else:
         assert trace.reward == expected
