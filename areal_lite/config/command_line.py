@@ -123,7 +123,8 @@ def overrides_of(command: str, args: list[str]) -> list[str]:
         return [f"{key}=[{','.join(map(quoted, words))}]", *overrides]
     if len(words) > 1:
         raise ValueError(f"areal-lite {command} takes one folder, not {len(words)}: {words[1]}")
-    if key == "model" and not (Path(words[0]) / "config.json").is_file():
+    is_model = (Path(words[0]) / "config.json").is_file()
+    if key == "model" and "run_dir" in keys_of(found.schema) and not is_model:
         key = "run_dir"
     return [f"{key}={quoted(words[0])}", *overrides]
 

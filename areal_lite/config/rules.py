@@ -60,8 +60,8 @@ def check_rules(config: Any) -> None:
 def _check_server(server: ServerConfig) -> None:
     if server.host not in LOOPBACK and not server.api_key:
         raise ValueError(
-            f"server.host={server.host} is reachable from outside: "
-            "set server.api_key, or use 127.0.0.1"
+            f"server.host={server.host} is reachable from outside: put a key into an environment "
+            "variable NAME and set server.api_key='${oc.env:NAME}', or use 127.0.0.1"
         )
     share, running = server.mem_fraction, server.max_running_requests
     if share is not None and not (isinstance(share, float | int) and 0 < share <= 1):

@@ -46,6 +46,7 @@ from areal_lite.sglang_plugins.weight_group import (
 
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_NAMING = "sglang.srt.managers.tokenizer_manager.TokenizerManager._update_model_path_info"
 _READ = (
     "sglang.srt.model_executor.model_runner_components.weight_exporter"
     ".WeightExporter.get_weights_by_name"
@@ -86,12 +87,20 @@ def hooks() -> dict[str, Callable]:
         f"{_UPDATER}.receive_weights_from_distributed": _receive_weights,
         f"{_SCHEDULER}.pause_generation": _finish_forward_pass,
         f"{_SCHEDULER}.record_weight_version_change": _tag_pending_tokens,
+        _NAMING: _keep_name,
         _SAMPLER: _sample_by_token,
         _RELEASE: _keep_routes,
         _COLLECT: _return_kept_routes,
         _WINDOW: _see_whole_window,
         **({_READ: _read_parameter} if os.environ.get(ENV_READBACK) == "1" else {}),
     }
+
+
+def _keep_name(original: Callable, self: Any, *args: Any) -> None:
+    """Record new weights from a folder. SGLang would call the model by that folder from then on."""
+    name = self.served_model_name
+    original(self, *args)
+    self.served_model_name = name
 
 
 def _join_group(

@@ -58,6 +58,23 @@ class ChatConfig(Sampling):
 
 
 @dataclass
+class ServeConfig:
+    """A checkpoint behind an OpenAI endpoint."""
+
+    model: str = setting(
+        MISSING,
+        "Folder of a Hugging Face checkpoint. Or a run directory: its newest checkpoint, which is "
+        "exported first if it must be.",
+    )
+    follow: bool = setting(
+        False, "Load each newer checkpoint of the run when it appears. A run may have none yet."
+    )
+    port: int = setting(30000, "Port of the endpoint.", within=(1, 65535))
+    seed: int = setting(1, SEED_HELP, within=(0, MAX_SEED))
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+
+@dataclass
 class ExportConfig:
     """A run's checkpoint as a Hugging Face folder, written without servers and without a GPU."""
 
@@ -194,6 +211,13 @@ CHAT = Command(
     entry="areal_lite.tools.chat:run",
     does="talk to a model, or to a run's newest checkpoint; or answer given prompts",
     check="areal_lite.tools.chat:check",
+    words=("model", "MODEL or RUN"),
+)
+SERVE = Command(
+    schema=ServeConfig,
+    entry="areal_lite.tools.serve:run",
+    does="put a model, or a run's newest checkpoint, behind an OpenAI endpoint",
+    check="areal_lite.tools.serve:check",
     words=("model", "MODEL or RUN"),
 )
 EXPORT = Command(

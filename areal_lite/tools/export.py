@@ -37,10 +37,14 @@ def export_folder(run_dir: Path, step: int, adapter: bool = False) -> Path:
 def model_of_run(run_dir: Path) -> Path:
     """Return a Hugging Face folder with the weights of the run's newest checkpoint.
 
-    It is exported unless it exists. Raises ValueError as `export_step` does.
+    Raises ValueError as `export_step` does.
     """
     existing_run(run_dir)
-    step = newest_step(run_dir)
+    return model_of_step(run_dir, newest_step(run_dir))
+
+
+def model_of_step(run_dir: Path, step: int) -> Path:
+    """Return a Hugging Face folder with the weights of `step`, exported unless it exists."""
     final = run_dir / CHECKPOINTS_DIR / HF_DIR
     # A run exports its final weights before it publishes the checkpoint of its last step.
     if final.is_dir() and value_of(stored_settings(run_dir), "trainer.steps") == step:
