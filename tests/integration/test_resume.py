@@ -293,7 +293,6 @@ def command(folder: Path, model: Path, *overrides: str) -> list[str]:  # noqa: F
         "-m",
         "areal_lite",
         "train",
-        "+task=addition",
         f"model={model}",
         f"run_dir={folder}",
         "resume=auto",
