@@ -1,8 +1,8 @@
 """Stock SGLang servers, and the servers of a run, supervised on a thread of their own.
 
 * A server is `python -m areal_lite.launch.serve` with SGLang's own flags, in a process group of its
-  own. It serves token ids only and starts at weight version 0. Nothing of it outlives
-  `ServerProcess.stop`, or the process that started it.
+  own. It serves token ids only. In a run it is stale until the trainer's first push, even of
+  version 0. Nothing of it outlives `ServerProcess.stop`, or the process that started it.
 * A server is announced from its first answer until it dies or is marked unhealthy. The controller
   marks a server that hangs (servers/fleet.py); here it is killed.
 * A lost server is started again up to `restart.max` times, counted anew when it was ready for an
@@ -37,6 +37,7 @@ from areal_lite.launch.roles import RoleFailed, interruptible, start_logged
 from areal_lite.run_dir.paths import LOGS_DIR, TOTALS_FILE
 from areal_lite.servers.client import ServerError, SGLangClient
 from areal_lite.servers.registry import (
+    UNPUSHED,
     ServerInfo,
     announce_server,
     is_announced,
@@ -404,8 +405,9 @@ def train_pool(config: TrainConfig, run_dir: Path, gpus: Mapping[int, list[str]]
         most = running_requests(config.rollout.max_concurrent, config.server.count)
         running = {"max_running_requests": most}
     routes = {"enable_return_routed_experts": True} if config.algo.routing_replay else {}
+    first = {"weight_version": UNPUSHED} if config.debug == "off" else {}  # else nobody pushes
     return server_pool(
-        replace(config.server, args={**head, **routes, **running, **config.server.args}),
+        replace(config.server, args={**head, **routes, **running, **first, **config.server.args}),
         model=config.model,
         seed=config.seed,
         run_dir=run_dir,

@@ -25,7 +25,7 @@ import numpy as np
 from areal_lite.config.sections import Sampling
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.routes import ExpertLayout
-from areal_lite.servers.registry import ServerInfo
+from areal_lite.servers.registry import UNPUSHED, UNTRUSTED, ServerInfo
 
 T = TypeVar("T")
 # Room for a token's id, twice, its log-prob, and its text escaped as JSON.
@@ -463,8 +463,9 @@ def _parse_version(version: str) -> int:
 
 
 def parse_model_info(raw: bytes) -> int:
-    """Return the weight version in the answer to GET /model_info."""
-    return _parse_version(_MODEL_INFO.decode(raw).weight_version)
+    """Return the weight version in the answer to GET /model_info; UNTRUSTED before a push."""
+    version = _MODEL_INFO.decode(raw).weight_version
+    return UNTRUSTED if version == UNPUSHED else _parse_version(version)
 
 
 parse_server_info = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

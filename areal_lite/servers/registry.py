@@ -3,8 +3,8 @@
 `<run_dir>/servers/NAME.json` announces a server that is up, and how to reach it. NAME.unhealthy
 asks the process that started it to replace it.
 
-The router chooses the least loaded server that is ready: whose version is the trainer's. One that
-starts late or comes back is stale until the next push. One that failed is left out until another
+The router chooses the least loaded server that is ready: whose version is the trainer's. A server
+that has just started is stale until its first push. One that failed is left out until another
 process is announced under its name.
 """
 
@@ -109,6 +109,8 @@ def _file(run_dir: Path, name: str, kind: str = "json") -> Path:
 
 UNTRUSTED = -1
 """The version of a server whose weights are not known. It is stale until a push."""
+UNPUSHED = "unpushed"
+"""What a server of a run reports as its version before its first push."""
 
 
 def least_loaded(servers: Iterable[ServerInfo], load: Mapping[str, int]) -> ServerInfo | None:

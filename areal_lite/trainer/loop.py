@@ -4,7 +4,8 @@
 
 * Step k starts from the weights of version k, the number of completed steps. The first k is that of
   the newest checkpoint, or 0.
-* Every `sync.every` steps, and after the last one, a push brings the weights to the servers.
+* Every `sync.every` steps, and after the last one, a push brings the weights to the servers. They
+  also get those of the first k, before they get a request.
 * The controller reopens admission when a push ends, so the work after it does not delay generation.
 * A requested stop ends the run after a step, with a checkpoint (areal_lite/run_dir/resume.py).
 """
@@ -33,7 +34,7 @@ from areal_lite.run_dir.paths import BAD_BATCHES_DIR, CHECKPOINTS_DIR, HF_DIR, T
 from areal_lite.run_dir.resume import clear_stop_request, stop_requested
 from areal_lite.servers.blocking import start_post
 from areal_lite.servers.client import ServerError
-from areal_lite.servers.registry import ServerInfo, announced_servers
+from areal_lite.servers.registry import ServerInfo
 from areal_lite.system import heartbeat
 from areal_lite.system.files import write_json
 from areal_lite.system.processes import die_with_parent, run_role, start_daemon, steady_time
@@ -84,7 +85,6 @@ class TrainingRun:
         self.cadence = Cadence(
             every=config.sync.every, eval_every=config.eval.every, steps=trainer.steps
         )
-        # The servers of a resumed run get the weights of the checkpoint before they get a request.
         self.start = self.done = self.pushed = self.checkpoints.resume()
         self.controller = ControllerClient(run_dir, patience_s(config))
         self.reporter = None
@@ -95,7 +95,6 @@ class TrainingRun:
             self.controller if dist.get_rank() == 0 else None,
             config,
             run_dir,
-            servers_stale=self.start > 0,
         )
         self.skipped = 0
         self.saved_at = time.monotonic()
@@ -265,17 +264,14 @@ class LogprobAgreement:
     `logprob_diff` is the larger of the two.
     """
 
-    def __init__(self, run_dir: Path, config: TrainConfig):
-        self._run_dir = run_dir
+    def __init__(self, config: TrainConfig):
         algo = config.algo
         exact = algo.prox != "loglinear" and not algo.routing_replay
         self._scores = exact and config.rollout.temperature == 1.0
         self._calls: list[tuple[Future[Any], slice]] = []
 
-    def begin(self, batch: TrainBatch, servers: list[ServerInfo] | None) -> None:
-        """Let servers with the trainer's weights (None: all) begin to score a part of `batch`."""
-        if servers is None:
-            servers = announced_servers(self._run_dir)
+    def begin(self, batch: TrainBatch, servers: list[ServerInfo]) -> None:
+        """Let `servers`, which have the trainer's weights, begin to score a part of `batch`."""
         self._calls = []
         if self._scores and servers:
             ends = batch.cu_seqlens[: min(_NUM_SCORED, batch.num_sequences) + 1].tolist()
@@ -360,7 +356,7 @@ class Reporter:
         self._controller = controller
         forget_after(run_dir, start)
         self._metrics = MetricsLog(run_dir, config.logger, without_secrets(asdict(config)))
-        self.agreement = LogprobAgreement(run_dir, config)
+        self.agreement = LogprobAgreement(config)
         self._compared: dict[str, float | None] = {}
         self._last_log = steady_time()
         self._evaluations: list[Future] = []

@@ -9,8 +9,9 @@
 * Only the pause window costs generation, so whatever can be done before it is done before it.
 * A server that fails leaves the push. The others take the same bucket again, which is harmless,
   and the push goes on.
-* After a push every remaining server, if any, holds exactly one version. A server that comes back
-  is stale until `push_stale` brings it to the current version.
+* After a push every remaining server, if any, holds exactly one version. A server that starts or
+  comes back is stale until `push_stale` brings it to the current version: before the first batch,
+  too. A transport that does not work thus ends a run before its first episode.
 
 The ways of the weights, `sync.transport`:
 
@@ -35,7 +36,9 @@ from areal_lite.config import TrainConfig
 from areal_lite.extensions import TRANSPORTS, load
 from areal_lite.run_dir.paths import WEIGHTS_DIR
 from areal_lite.servers.blocking import post
+from areal_lite.servers.client import ServerUnreachable
 from areal_lite.servers.registry import ServerInfo
+from areal_lite.sglang_plugins.weight_group import CollectiveError
 from areal_lite.system.processes import steady_time
 from areal_lite.weights.broadcast import Broadcast
 from areal_lite.weights.recipients import (
@@ -154,11 +157,9 @@ class Pusher:
     Ranks other than 0 only give their shards of `weights`, a WeightStream, to rank 0.
     """
 
-    # The servers that took the last push. None before the first: all that are announced.
-    servers: list[ServerInfo] | None = None
-
     def __init__(self, weights):
         self._weights = weights
+        self.servers: list[ServerInfo] = []  # with the weights of the last push
 
     def push_all(self, version: int) -> PushReport | None:
         """Push the current weights to every server, as `version`."""
@@ -176,21 +177,15 @@ class Pusher:
         """Leave the servers, and remove everything that was written for them."""
 
 
-def make_pusher(
-    policy, controller, config: TrainConfig, run_dir: Path, *, servers_stale: bool
-) -> Pusher:
+def make_pusher(policy, controller, config: TrainConfig, run_dir: Path) -> Pusher:
     """Build the pusher of this rank, for the weights of `policy`.
 
-    controller: the ControllerClient on rank 0, None on other ranks; servers_stale: whether the
-    trainer resumes at a later version than the servers start with.
+    controller: the ControllerClient on rank 0, None on other ranks.
     """
     weights = policy.adapters if config.sync.transport == "adapters" else policy.weights
     if controller is None:
         return Pusher(weights)
-    pusher = WeightPusher(weights, policy.device, controller, config, run_dir)
-    if servers_stale:
-        pusher.servers = []
-    return pusher
+    return WeightPusher(weights, policy.device, controller, config, run_dir)
 
 
 class WeightPusher(Pusher):
@@ -204,6 +199,7 @@ class WeightPusher(Pusher):
         self._config = config
         self._timeout_s = config.sync.timeout_s
         self._transport = make_transport(config, device, run_dir)
+        self._works = False  # some server has taken a push
 
     def push_all(self, version: int) -> PushReport:
         recipients = self._push(version, apart=False)
@@ -215,10 +211,10 @@ class WeightPusher(Pusher):
         return recipients.report
 
     def push_stale(self, version: int) -> PushReport:
-        recipients = self._push(version, apart=True)
-        if self.servers is not None:
-            self.servers = [*self.servers, *recipients.servers]
-        log.warning(
+        # The servers of the first push take the next ones together.
+        recipients = self._push(version, apart=bool(self.servers))
+        self.servers = [*self.servers, *recipients.servers]
+        log.info(
             "version %d was pushed to stale servers only: %s, in %.1f s",
             version,
             recipients.names,
@@ -230,16 +226,27 @@ class WeightPusher(Pusher):
         self._controller.step_done(step)
 
     def close(self) -> None:
-        self._transport.close(self.servers or [])
+        self._transport.close(self.servers)
 
     def _push(self, version: int, *, apart: bool) -> PushRecipients:
-        """Push to the servers that the controller names; `apart`: those that missed a push."""
+        """Push to the servers that the controller names; `apart`: those that missed a push.
+
+        Raises ValueError if servers that are up refuse the first push, or if it fails with none to
+        blame.
+        """
         started = steady_time()
         answer = self._controller.begin_push(version)
         drain_s = steady_time() - started if answer.drained else 0.0
         report = PushReport(version=version, drained=answer.drained, drain_s=drain_s)
         recipients = PushRecipients(answer.servers, report, self._timeout_s)
-        sent = self._transfer(recipients, apart=apart)
+        try:
+            sent = self._transfer(recipients, apart=apart)
+        except CollectiveError as error:
+            raise self._broken(recipients, error) from error
+        refusals = [e for e in recipients.errors if not isinstance(e, ServerUnreachable)]
+        self._works |= bool(recipients.servers)
+        if refusals and not self._works:
+            raise self._broken(recipients, refusals[0])
         if self._config.sync.verify:
             report.verified = recipients.sum_each(
                 lambda server: verify(server, sent, self._timeout_s)
@@ -247,6 +254,14 @@ class WeightPusher(Pusher):
         self._controller.pushed(version, report.failed)
         report.total_s = steady_time() - started
         return recipients
+
+    def _broken(self, recipients: PushRecipients, cause: Exception) -> ValueError:
+        names = ", ".join([server.name for server in recipients.servers] + recipients.report.failed)
+        return ValueError(
+            f"sync.transport={choose_transport(self._config)} cannot bring version "
+            f"{recipients.report.version} to {names}: {cause}; see their logs, or choose another "
+            "sync.transport"
+        )
 
     def _transfer(self, recipients: PushRecipients, *, apart: bool = False) -> Bucket:
         """Give the weights to the servers, and return the tensors to verify them with."""

@@ -48,6 +48,7 @@ class PushRecipients:
     servers: list[ServerInfo]
     report: PushReport
     timeout_s: float
+    errors: list[ServerError] = field(default_factory=list)  # of the servers that left
 
     @property
     def names(self) -> str:
@@ -95,6 +96,7 @@ class PushRecipients:
         return total
 
     def _remove(self, errors: list[ServerError]) -> None:
+        self.errors += errors
         for error in errors:
             log.warning("the push of version %d continues without %s", self.report.version, error)
             self.report.failed.append(error.server.name)

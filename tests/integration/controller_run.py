@@ -63,7 +63,7 @@ class Run:
             )
         return self.processes[name]
 
-    def start_server(self, name: str = "s0", delay: float = 0.001, version: int = 0) -> None:
+    def start_server(self, name: str = "s0", delay: float = 0.001, version: int | str = 0) -> None:
         self.start(
             name,
             "tests/fake_sglang.py",

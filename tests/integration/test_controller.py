@@ -14,7 +14,7 @@ import pytest
 from areal_lite.config import ReplayConfig
 from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase, read_status
 from areal_lite.servers.blocking import post
-from areal_lite.servers.registry import ServerInfo, announced_servers
+from areal_lite.servers.registry import UNPUSHED, ServerInfo, announced_servers
 from tests.integration.controller_run import (
     GROUPS,
     MEMBERS,
@@ -394,6 +394,15 @@ def test_replay_never_waits_and_uses_each_group_up_once(run) -> None:
     assert totals["trajectories_lost"] == 0 and len(groups) > 10 * GROUPS, "generation waited"
     steps = [t["step"] for t in groups if t["state"] == "used"]
     assert set(steps) == set(range(5)) and len(steps) <= 5 * GROUPS
+
+
+def test_servers_get_no_request_before_their_first_push(run) -> None:
+    r, pushes = run(), []
+    r.start_server("s0", version=UNPUSHED)
+    client = r.start_controller()
+    batch, _ = client.batch(0, 0, 1, lambda: pushes.append(push(client, 0, "in_place")))
+    assert len(pushes) == 1 and set(batch.versions[batch.loss_mask]) == {0}
+    assert_exact(batch)
 
 
 def test_a_server_with_a_version_that_is_no_number_is_left_out(run) -> None:

@@ -260,6 +260,7 @@ JOINS = [
     b'{"weight_version": "\xc2\xb2"}',
     b'{"weight_version": "\xd9\xa3"}',
     b'{"weight_version": "-1"}',
+    b'{"weight_version": "Unpushed"}',
     b'{"weight_version": "99999999999999999999"}',
     b"{}",
     b"[]",

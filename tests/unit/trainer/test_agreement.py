@@ -60,7 +60,7 @@ def test_servers_score_while_the_trainer_computes(monkeypatch, tmp_path) -> None
         ServerInfo(name=name, url=f"http://{name}", api_key=None, tensor_parallel=1, pid=1)
         for name in ("a", "b")
     ]
-    agreement = LogprobAgreement(tmp_path, TrainConfig(model="m"))
+    agreement = LogprobAgreement(TrainConfig(model="m"))
     agreement.begin(batch, servers)
     assert [(name, tokens) for name, tokens, _ in asked] == [
         ("a", [0, 1, 2]),

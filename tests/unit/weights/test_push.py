@@ -93,6 +93,53 @@ def test_the_server_that_fails_leaves_and_the_others_are_not_asked_twice(answers
     assert bad.calls["/continue_generation"] == 0, "its weights may be half new: it must not go on"
 
 
+def first_pusher(tmp_path: Path, *servers: ServerInfo) -> WeightPusher:
+    """Return a pusher of one tensor, by a folder, that has pushed nothing yet."""
+    (tmp_path / "config.json").write_text("{}")
+    config = TrainConfig(model=str(tmp_path))
+    config.sync.transport = "disk"
+    controller = SimpleNamespace(
+        begin_push=lambda version: PushTargets(list(servers)), pushed=lambda version, failed: None
+    )
+    weights = SimpleNamespace(buckets=lambda size: iter([[("w", torch.ones(2))]]))
+    return WeightPusher(weights, CPU, controller, config, tmp_path)
+
+
+def test_a_first_push_that_all_servers_refuse_names_transport_and_server(answers, tmp_path):
+    bad = answers("bad", "/update_weights_from_disk")
+    with pytest.raises(ValueError, match=r"sync.transport=disk .* version 0 to bad: .*refused"):
+        first_pusher(tmp_path, bad.info).push_stale(0)
+
+
+def test_a_first_push_may_lose_servers_if_one_takes_it_or_they_are_down(answers, tmp_path):
+    good, bad = answers("good"), answers("bad", "/update_weights_from_disk")
+    pusher = first_pusher(tmp_path, good.info, bad.info)
+    assert pusher.push_stale(0).failed == ["bad"] and pusher.servers == [good.info]
+    pusher._controller.begin_push = lambda version: PushTargets([bad.info])
+    assert pusher.push_all(1).failed == ["bad"], "the transport works: only this server does not"
+    bad.close()
+    assert first_pusher(tmp_path, bad.info).push_stale(0).failed == ["bad"]
+
+
+def test_a_collective_that_fails_with_no_server_to_blame_names_the_transport(answers, tmp_path):
+    def fail(*_: object, **__: object) -> None:
+        raise CollectiveError("no route to host")
+
+    pusher = first_pusher(tmp_path, answers("a").info)
+    pusher._transport = SimpleNamespace(transfer=fail)
+    with pytest.raises(ValueError, match=r"sync.transport=disk .* to a: .*no route to host"):
+        pusher.push_stale(0)
+
+
+def test_the_servers_of_a_first_push_take_it_together(answers, tmp_path):
+    """A group apart would be left after the push, and made again at the next one."""
+    calls = []
+    pusher = first_pusher(tmp_path, answers("a").info)
+    pusher._transport = SimpleNamespace(transfer=lambda *_, apart: calls.append(apart))
+    pusher.push_stale(0), pusher.push_stale(0)
+    assert calls == [False, True]
+
+
 def test_servers_are_resumed_after_an_error(answers):
     server = answers("a")
     push = recipients(server)
@@ -272,10 +319,10 @@ def test_each_rank_gets_the_pusher_for_its_part_of_the_weights():
 
     def make(controller: object) -> Pusher:
         config = TrainConfig(model="m")
-        return make_pusher(policy, controller, config, Path("r"), servers_stale=True)
+        return make_pusher(policy, controller, config, Path("r"))
 
     assert make(None).push_all(1) is None and gathered == [0, 1, 2]
     assert make(None).push_stale(1) is None and gathered == 2 * [0, 1, 2]
     pusher = make(object())
     assert isinstance(pusher, WeightPusher)
-    assert pusher.servers == [], "no server has the version of a trainer that resumes"
+    assert pusher.servers == [], "no server has the weights of a trainer that starts"
