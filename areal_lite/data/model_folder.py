@@ -19,7 +19,7 @@ from areal_lite.system.files import read_json
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Tensors that a checkpoint may have and a model may do without.
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MTP = "mtp."  # predicts several tokens at once, for speculation, and is not trained
 _OPTIONAL = (".bias", ".inv_freq", _HEAD)
 _CHUNK = 1 << 26  # bytes that are compared at a time
@@ -194,17 +194,17 @@ def check_weights(folder: Path) -> None:
         if name not in tensors:
             raise ValueError(f"{folder}: no tensor {name}; copy the checkpoint again")
     others = tensors.keys() - set(tensor_names(config))
-    if extra := {name for name in others if not _is_optional(name, config)}:
+    if extra := {name for name in others if not is_optional(name, config)}:
         raise ValueError(
             f"{tensors[min(extra)]}: config.json's {kind} has no tensor {min(extra)};"
             " copy both from the same checkpoint"
         )
     if _is_tied(config) and _HEAD in tensors:
-        head, embedding = (raw_tensor(tensors[name], name) for name in (_HEAD, _EMBEDDING))
+        head, embedding = (raw_tensor(tensors[name], name) for name in (_HEAD, EMBEDDING))
         equal = map(np.array_equal, _chunks(head), _chunks(embedding))
         if len(head) != len(embedding) or not all(equal):
             raise ValueError(
-                f"{tensors[_HEAD]}: {_HEAD} is not {_EMBEDDING}, but config.json ties them: set"
+                f"{tensors[_HEAD]}: {_HEAD} is not {EMBEDDING}, but config.json ties them: set"
                 " tie_word_embeddings to false there, or remove the tensor"
             )
     for path in sorted(set(tensors.values())):
@@ -219,7 +219,7 @@ def _is_tied(config: Mapping[str, Any]) -> bool:
     return bool(config.get("tie_word_embeddings", config["model_type"] == "gemma3_text"))
 
 
-def _is_optional(name: str, config: Mapping[str, Any]) -> bool:
+def is_optional(name: str, config: Mapping[str, Any]) -> bool:
     """Return whether a model may do without a tensor, as without a layer for later tokens."""
     later = f"model.layers.{config.get('num_hidden_layers')}."  # behind the last one
     is_later = name.startswith(later) and bool(config.get("num_nextn_predict_layers"))
@@ -303,7 +303,7 @@ def _chunks(data: np.ndarray) -> Iterator[np.ndarray]:
 def tensor_names(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of the tensors that a config.json of one of MODEL_TYPES implies."""
     kind, experts = config["model_type"], num_experts(config)
-    yield from (_EMBEDDING, "model.norm.weight")
+    yield from (EMBEDDING, "model.norm.weight")
     if not _is_tied(config):
         yield _HEAD
     around, fused, nets = kind == "gemma3_text", kind == "phi3", kind in DELTA_NETS

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from areal_lite.data.model_folder import has_delta_net
 from areal_lite.megatron.attention import PackedSequences, rotations
 from areal_lite.megatron.delta_net import Pieces
 from areal_lite.megatron.experts import install_replay
+from areal_lite.megatron.flops import Operations
 from areal_lite.megatron.hf import SHARD_BYTES, AdapterStream, WeightStream, export_hf, load_hf
 from areal_lite.megatron.logprobs import Head, ValueLayer, lm_head, value_head
 from areal_lite.megatron.lora import adapters
@@ -76,6 +77,8 @@ class ParallelModel:
     """
 
     replays_routes = False
+    operations: ClassVar[float] = 0.0
+    """The floating-point operations of this rank's share of the data, in all models so far."""
 
     def __init__(
         self, config: TrainerConfig, model_path: str | Path, seed: int, with_values: bool = False
@@ -86,6 +89,9 @@ class ParallelModel:
         self.source = Path(model_path)
         self.hf_config = AutoConfig.from_pretrained(self.source, local_files_only=True)
         self.with_values = with_values
+        self._operations = Operations(
+            self.hf_config, self.source, has_head=not with_values, frozen=config.lora.rank > 0
+        )
         self.tp_group = process_group(parallel_state.get_tensor_model_parallel_group())
         self.dp_group = process_group(parallel_state.get_data_parallel_group())
         self.pp_group = process_group(parallel_state.get_pipeline_model_parallel_group())
@@ -156,6 +162,7 @@ class ParallelModel:
 
         Returns the results of `finish`, one for each microbatch, on the last stage.
         """
+        ParallelModel.operations += self._operations.count(microbatches, backward=not forward_only)
         microbatches = self._with_fillers(microbatches)
         size, rank = self.cp_group.size(), self.cp_group.rank()
         lengths = [local_length(m, size, self.tp_group.size()) for m in microbatches]

@@ -117,15 +117,11 @@ def _join_group(
     if not group_name.startswith(GROUP_PREFIX):
         where = (master_address, master_port, rank_offset, world_size)
         return original(self, *where, group_name, backend)
+    rank = rank_offset + self.tp_rank
     try:
         store = connect(master_address, master_port, _LIMIT)
         self._model_update_group[group_name] = GroupMember(
-            store,
-            backend,
-            world=world_size,
-            rank=rank_offset + self.tp_rank,
-            name=group_name,
-            limit=_LIMIT,
+            store, backend, world=world_size, rank=rank, name=group_name, limit=_LIMIT
         )
     except Exception as error:
         return False, f"{JOIN_FAILED} {group_name}: {error}"

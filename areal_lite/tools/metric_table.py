@@ -117,6 +117,8 @@ GROUPS = {
         "wait_s": "seconds that the trainer waited for the batch",
         "loop_lag_p99_s": "lateness of the controller's event loop, in seconds, 99th percentile",
         "train_s": "seconds of training",
+        "mfu": "operations of training, as a share of the GPUs' peak in bfloat16 over `train_s`; "
+        "missing where that is unknown",
         "push_s": "seconds of the push and the comparison of log-probs before it",
     },
     "": {

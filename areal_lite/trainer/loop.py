@@ -27,6 +27,7 @@ from torch import Tensor
 from areal_lite.config import TrainConfig, load_config, without_secrets
 from areal_lite.controller.protocol import ControllerClient
 from areal_lite.megatron.checkpoint import Checkpoints
+from areal_lite.megatron.flops import utilization
 from areal_lite.megatron.kernels import kernels
 from areal_lite.megatron.parallel import data_parallel_rank, on_every_rank, shutdown
 from areal_lite.run_dir.metrics import MetricsLog, append_event, forget_after, read_events
@@ -90,12 +91,8 @@ class TrainingRun:
         self.reporter = None
         if dist.get_rank() == 0:
             self.reporter = Reporter(config, run_dir, self.controller, self.start, self.cadence)
-        self.pusher = make_pusher(
-            self.models.policy,
-            self.controller if dist.get_rank() == 0 else None,
-            config,
-            run_dir,
-        )
+        controller = self.controller if self.reporter else None
+        self.pusher = make_pusher(self.models.policy, controller, config, run_dir)
         self.skipped = 0
         self.saved_at = time.monotonic()
         self.models.leave_device()
@@ -125,6 +122,7 @@ class TrainingRun:
         if self.reporter:
             metrics = {**info, **result.metrics, **watch.seconds}
             metrics |= {"version": self.pushed, "server_lag": lag}
+            metrics |= utilization(result.operations, watch.seconds["train_s"])
             self.reporter.end_step(self.done, metrics, push)
         self.checkpoints.poll()
 

@@ -30,7 +30,7 @@ from areal_lite.megatron.experts import changed_share
 from areal_lite.megatron.lora import added_share
 from areal_lite.megatron.packing import Microbatch
 from areal_lite.megatron.parallel import data_parallel_sum
-from areal_lite.megatron.policy import Critic, Policy, TrainableModel
+from areal_lite.megatron.policy import Critic, ParallelModel, Policy, TrainableModel
 from areal_lite.megatron.reference import (
     BaseReference,
     CachedReference,
@@ -115,6 +115,7 @@ class StepResult:
     metrics: dict[str, float | list[float]]  # for metrics.jsonl
     prox: Tensor  # float32 [T] in CPU memory, log-probs of sampled tokens before the step
     skipped: float  # updates, of policy and critic, that were not finite
+    operations: float  # floating-point operations, on all ranks
 
 
 @dataclass(kw_only=True)
@@ -132,6 +133,7 @@ def policy_step(
     models: Models, objective: Objective, batch: TrainBatch, config: TrainConfig, version: int
 ) -> StepResult:
     """Train on `batch`, this rank's whole groups of the step that starts from `version`."""
+    before = ParallelModel.operations
     flat = flat_batch(batch, version, models.policy.device)
     flat.mask = objective.mask(flat)
     _forward_passes(models, objective, batch, flat, config.rollout.temperature)
@@ -159,7 +161,9 @@ def policy_step(
     if models.policy.adapters:
         metrics["adapter_share"] = added_share(models.policy.chunks)
     skipped = metrics["skipped"] + metrics.get("critic_skipped", 0.0)
-    return StepResult(metrics, flat.prox.float().cpu(), skipped)
+    done = torch.tensor(ParallelModel.operations - before, dtype=torch.float64)
+    operations = float(data_parallel_sum(done.to(models.policy.device)))
+    return StepResult(metrics, flat.prox.float().cpu(), skipped, operations)
 
 
 def flat_batch(batch: TrainBatch, version: int, device: torch.device) -> FlatBatch:

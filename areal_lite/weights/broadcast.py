@@ -141,13 +141,9 @@ class Broadcast:
         flush_cache: bool,
     ) -> None:
         """Broadcast one bucket to exactly `servers`. `version` marks the last one of a push."""
-        options = {
-            "load_format": self._bucket_format,
-            "flush_cache": flush_cache,
-            "weight_version": version,
-        }
+        options = {"load_format": self._bucket_format, "flush_cache": flush_cache}
         try:
-            self.join(servers).send(bucket, options)
+            self.join(servers).send(bucket, options | {"weight_version": version})
         except CollectiveError:
             self.leave(servers)  # it is broken: the next call makes another one
             raise

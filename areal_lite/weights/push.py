@@ -123,12 +123,8 @@ class Folder:
         with pause(recipients) as window:
             # The servers are paused: otherwise this call would wait until every running request
             # has finished.
-            body = {
-                "model_path": str(folder),
-                "weight_version": str(version),
-                "flush_cache": window.flush_cache,
-            }
-            recipients.post(FROM_DISK, body)
+            body = {"model_path": str(folder), "weight_version": str(version)}
+            recipients.post(FROM_DISK, body | {"flush_cache": window.flush_cache})
         for other in folder.parent.iterdir():
             if other != folder:
                 shutil.rmtree(other)
@@ -213,14 +209,10 @@ class WeightPusher(Pusher):
     def push_stale(self, version: int) -> PushReport:
         # The servers of the first push take the next ones together.
         recipients = self._push(version, apart=bool(self.servers))
-        self.servers = [*self.servers, *recipients.servers]
-        log.info(
-            "version %d was pushed to stale servers only: %s, in %.1f s",
-            version,
-            recipients.names,
-            recipients.report.total_s,
-        )
-        return recipients.report
+        self.servers, report = [*self.servers, *recipients.servers], recipients.report
+        what = "version %d was pushed to stale servers only: %s, in %.1f s"
+        log.info(what, version, recipients.names, report.total_s)
+        return report
 
     def skip(self, step: int) -> None:
         self._controller.step_done(step)

@@ -24,6 +24,7 @@ from areal_lite.config import (
     TrainerConfig,
 )
 from areal_lite.config.command_line import compose_config
+from areal_lite.megatron.flops import Operations
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
@@ -495,3 +496,19 @@ def test_tokens_that_are_left_out_are_counted_with_the_reason(model):
         == metrics["trained_tokens"]
         == (data.loss_mask & ~of_first).sum()
     )
+
+
+@pytest.mark.parametrize("prox, passes", [("recompute", 1), ("loglinear", 0)])
+def test_the_operations_of_a_step_are_those_of_its_passes(model, prox: str, passes: int) -> None:
+    """A step of two updates; a proximal pass before it runs the second one's tokens again."""
+    data = batch()
+    data.rewards = (np.arange(data.num_sequences) % 2).astype(np.float32)  # all have a gradient
+    algo = AlgoConfig(prox=prox)
+    result, _, _ = step(model, data, algo, minibatches=2)
+    engine = Policy(TrainerConfig(), model, 1)
+    counter = Operations(engine.hf_config, model, has_head=True, frozen=False)
+    halves = [data.select(sequences) for sequences in data.minibatches(2)]
+    first, second = ([*engine.microbatches(half, half.sampled)] for half in halves)
+    expected = sum(counter.count(half, backward=True) for half in (first, second))
+    expected += passes * counter.count(second, backward=False)
+    assert result.operations == expected
