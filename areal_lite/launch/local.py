@@ -45,10 +45,11 @@ from areal_lite.launch.roles import (
 from areal_lite.launch.server_pool import ServerPool, train_pool
 from areal_lite.run_dir import resume
 from areal_lite.run_dir.metrics import EventFollower, forget_after, read_metrics
-from areal_lite.run_dir.paths import LOGS_DIR, SUMMARY_FILE
+from areal_lite.run_dir.paths import LOGS_DIR, PROFILE_DIR, SUMMARY_FILE
 from areal_lite.system import heartbeat
 from areal_lite.system.files import append_log, write_json
 from areal_lite.system.processes import back_off_s, visible
+from areal_lite.trainer.profile import profiled_steps
 
 CONTROLLER = "areal_lite.controller.service"
 RESTARTS_LOG = "restarts.log"
@@ -188,6 +189,8 @@ def train(config: TrainConfig, run_dir: Path, on_step: OnStep | None = None) -> 
         half = load(DEBUG_MODES, config.debug_mode)
         return half.run(config, run_dir, placement, _step_reporter(run_dir, on_step))
     save_config(config, run_dir)
+    if steps := profiled_steps():
+        print(f"steps {steps} are profiled: {run_dir / PROFILE_DIR}", file=sys.stderr)
     restarts = Restarts(config, run_dir)
     if restarts.start:
         print(f"the run resumes from step {restarts.start}", file=sys.stderr)

@@ -19,6 +19,7 @@ EXPORTS_DIR = "exports"  # with folders step-N: checkpoints that `areal-lite exp
 WEIGHTS_DIR = "weights"  # what `sync.transport=disk` hands to the servers
 BAD_BATCHES_DIR = "bad_batches"  # batches whose update was skipped
 LOGS_DIR = "logs"  # one file per process
+PROFILE_DIR = "profile"  # what the steps that AREAL_LITE_PROFILE names did, and when
 
 # While a run goes on.
 HEARTBEATS_DIR = "heartbeats"  # ROLE: the phase of a process

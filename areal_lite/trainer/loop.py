@@ -42,6 +42,7 @@ from areal_lite.system.processes import die_with_parent, run_role, start_daemon,
 from areal_lite.train_batch import TrainBatch, save_batch
 from areal_lite.trainer.cadence import Cadence
 from areal_lite.trainer.objective import build_objective
+from areal_lite.trainer.profile import profiled
 from areal_lite.trainer.step import build_models, policy_step
 from areal_lite.trajectory import trace_name
 from areal_lite.weights.push import make_pusher
@@ -103,21 +104,22 @@ class TrainingRun:
         heartbeat.enter(f"waiting for the batch of step {step + 1}")
         batch, info = self._pull(step)
         watch.lap("wait_s")
-        heartbeat.enter(f"training step {step + 1}")
         lag = step - self.pushed
-        if self.reporter:
-            # Servers with older weights have other log-probs.
-            self.reporter.agreement.begin(batch, [] if lag else self.pusher.servers)
-        with kernels.training_step(), self.models.on_device():
-            result = policy_step(self.models, self.objective, batch, self.config, step)
-        self._record_skipped(step, batch, result.skipped)
-        watch.lap("train_s")
-        heartbeat.enter(f"pushing the weights after step {step + 1}")
-        if self.reporter:
-            self.reporter.before_push(step, batch, result.prox)
-        self.done = step + 1
-        push = self._push_if_due()
-        watch.lap("push_s")
+        with profiled(step + 1, dist.get_rank(), self.run_dir):
+            heartbeat.enter(f"training step {step + 1}")
+            if self.reporter:
+                # Servers with older weights have other log-probs.
+                self.reporter.agreement.begin(batch, [] if lag else self.pusher.servers)
+            with kernels.training_step(), self.models.on_device():
+                result = policy_step(self.models, self.objective, batch, self.config, step)
+            self._record_skipped(step, batch, result.skipped)
+            watch.lap("train_s")
+            heartbeat.enter(f"pushing the weights after step {step + 1}")
+            if self.reporter:
+                self.reporter.before_push(step, batch, result.prox)
+            self.done = step + 1
+            push = self._push_if_due()
+            watch.lap("push_s")
         heartbeat.enter(f"reporting step {step + 1}")
         if self.reporter:
             metrics = {**info, **result.metrics, **watch.seconds}

@@ -68,8 +68,8 @@ COMMON = [
 class Run:
     """The files of a finished run."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, console: str = ""):
+        self.folder, self.console = folder, console
         self.summary = json.loads((folder / "summary.json").read_text())
         self.metrics = [
             json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
@@ -97,7 +97,7 @@ def train(model: Path, folder: Path, *overrides: str) -> Run:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(folder / "summary.json")
     assert processes_of(folder) == []
-    return Run(folder)
+    return Run(folder, done.stderr)
 
 
 def processes_of(folder: Path) -> list[str]:
@@ -139,8 +139,9 @@ def check_common(run: Run, bound: int, pushes: tuple[int, ...] = (1, 2, 3, 4, 5)
         assert all(np.isfinite(t["logprobs"]).all() for t in store.trajectories(state="used"))
 
 
-def test_async_in_place_push_in_flight(model, tmp_path):
+def test_async_in_place_push_in_flight(model, tmp_path, monkeypatch):
     """Push while requests are in flight and nothing is drained; segments prove it."""
+    monkeypatch.setenv("AREAL_LITE_PROFILE", "3")
     run = train(model, tmp_path / "run", "buffer.max_staleness=2")
     check_common(run, bound=2)
     assert run.summary["requests_drained"] == 0
@@ -168,8 +169,10 @@ def test_async_in_place_push_in_flight(model, tmp_path):
         "logs/trainer.log",
         "logs/controller.log",
         "logs/server-0.log",
+        "profile/step-3-rank-0.json.gz",
     ):
         assert (run.folder / name).exists(), name
+    assert f"steps [3] are profiled: {run.folder / 'profile'}" in run.console
 
 
 def test_two_servers_two_ranks_retract_by_disk_every_second_step(model, tmp_path):
