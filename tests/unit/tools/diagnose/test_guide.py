@@ -22,6 +22,7 @@ CONDITIONAL |= {"critic_loss", "critic_grad_norm", "critic_lr", "critic_skipped"
 CONDITIONAL |= {f"judge_{x}" for x in "calls failed cached tokens p50_s p99_s".split()}
 CONDITIONAL |= {"store_mib", "traces_mean", "epochs", "resting_prompts"}
 CONDITIONAL |= {"admission_lead", "computed_share"}  # the recorded run is older
+CONDITIONAL |= {"mfu"}  # it ran without a GPU
 ROOT = Path(__file__).resolve().parents[4]
 PAGE = runpy.run_path(str(ROOT / "docs/diagnose_page.py"))
 
