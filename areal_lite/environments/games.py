@@ -1,16 +1,19 @@
-"""Text games of gymnasium and TextArena, as conversations with the policy.
+"""Games of gymnasium and TextArena, and environments of OpenEnv, as conversations with the policy.
 
     +task=games data.args.game=textarena:GuessTheNumber-v0
     +task=games data.args.game=gymnasium:FrozenLake-v1 data.args.arguments={render_mode: ansi}
+    +task=games data.args.game=openenv:http://127.0.0.1:8000 data.args.arguments={action: code}
 
 A prompt is the first observation of a game with a seed. An answer is an action. The reward of an
 episode is the sum of the game's rewards.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+from urllib.request import urlopen
 
 from areal_lite.config import DataConfig
 from areal_lite.data.prompts import Split, TextPrompts
@@ -18,7 +21,10 @@ from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.extensions import require
 from areal_lite.rollout.episode import Episode, Transcript
 from areal_lite.trajectory import Trajectory
+from areal_lite.workers.marks import called
 
+Turn = tuple[str, float, bool]
+"""An observation, the reward, and whether the game is over."""
 _HELD_OUT_SEED = 10**9
 _COLORED = re.compile(r"\x1b\[\d+m(.*?)\x1b\[0m", re.DOTALL)
 
@@ -39,8 +45,7 @@ class Gymnasium:
     def reset(self, seed: int) -> str:
         return self._text(self._env.reset(seed=seed)[0])
 
-    def step(self, text: str) -> tuple[str, float, bool]:
-        """Return the next observation, the reward, and whether the game is over."""
+    def step(self, text: str) -> Turn:
         numbers, action = re.findall(r"-?\d{1,9}", text), text.strip()
         if hasattr(self._actions, "n"):
             action = int(numbers[-1]) if numbers else None
@@ -48,6 +53,9 @@ class Gymnasium:
             return f"This is not an action: {self._actions}.", 0.0, False
         observation, reward, terminated, truncated, _ = self._env.step(action)
         return self._text(observation), float(reward), terminated or truncated
+
+    def close(self) -> None:
+        self._env.close()
 
     def _text(self, observation: Any) -> str:
         """Return what the game draws as text, with brackets for colors, or the observation."""
@@ -67,24 +75,82 @@ class TextArena:
         self._env.reset(num_players=1, seed=seed)
         return self._observation()
 
-    def step(self, text: str) -> tuple[str, float, bool]:
+    def step(self, text: str) -> Turn:
         is_over, _ = self._env.step(text)
         if not is_over:
             return self._observation(), 0.0, False
         rewards, _ = self._env.close()
         return "", float(rewards[0]), True
 
+    def close(self) -> None: ...
+
     def _observation(self) -> str:
         _, messages = self._env.get_observation()
         return "\n".join(text for sender, text, _ in messages if sender < 0)
 
 
-def open_game(game: str, arguments: Mapping[str, Any]) -> Gymnasium | TextArena:
+class OpenEnv:
+    """An environment of an OpenEnv server, by its URL.
+
+    Each episode has a session of its own there. The server's environment must take a seed.
+
+    Args:
+        action: the field of an action that takes the answer.
+        observation: the field of an observation that the policy reads. None: all of them, as JSON.
+        timeout_s: how long the server may take for a reply.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        action: str = "message",
+        observation: str | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        client = require("openenv.core", "'openenv-core>=0.3'").GenericEnvClient
+        self._env = client(url, message_timeout_s=timeout_s).sync()
+        self._env.connect()
+        self._url, self._action, self._field = url, action, observation
+
+    def check_action(self) -> None:
+        """Check that actions of the server have the field for an answer. Raises ValueError."""
+        with urlopen(f"{self._url}/schema", timeout=60) as answer:
+            known = json.load(answer)["action"]["properties"]
+        if self._action not in known:
+            raise ValueError(
+                f"data.args.arguments.action={self._action}: actions of {self._url} have no such"
+                f" field, only {', '.join(known)}"
+            )
+
+    def reset(self, seed: int) -> str:
+        return self._text(self._env.reset(seed=seed).observation)
+
+    def step(self, text: str) -> Turn:
+        result = self._env.step({self._action: text})
+        return self._text(result.observation), float(result.reward or 0.0), result.done
+
+    def close(self) -> None:
+        self._env.close()
+
+    def _text(self, observation: dict[str, Any]) -> str:
+        if self._field is None:
+            return json.dumps(observation)
+        if self._field not in observation:
+            raise ValueError(f"an observation has no {self._field}, only {', '.join(observation)}")
+        return str(observation[self._field])
+
+
+def open_game(game: str, arguments: Mapping[str, Any]) -> Gymnasium | TextArena | OpenEnv:
     """Open a game, such as `textarena:Wordle-v0`. Raises ValueError if it cannot be used."""
     kind, _, name = game.partition(":")
-    if kind not in ("gymnasium", "textarena"):
-        raise ValueError(f"data.args.game={game}: write gymnasium:NAME or textarena:NAME")
+    if kind not in ("gymnasium", "textarena", "openenv"):
+        raise ValueError(
+            f"data.args.game={game}: write gymnasium:NAME, textarena:NAME or openenv:URL"
+        )
     try:
+        if kind == "openenv":
+            return OpenEnv(name, **arguments)
         return (Gymnasium if kind == "gymnasium" else TextArena)(name, arguments)
     except Exception as error:  # the packages have many classes of errors
         raise ValueError(f"data.args.game={game}, {dict(arguments)}: {error}") from error
@@ -105,9 +171,16 @@ def problems(
     first, count = (seed, size) if split == "train" else (_HELD_OUT_SEED, held_out)
     own = {"game": game, "arguments": dict(arguments or {})}
     opened, key = open_game(**own), config.prompt_key
+    if isinstance(opened, OpenEnv):
+        opened.check_action()
     seeds = range(first, first + count)
-    rows = ((f"{game}/{s}", {key: opened.reset(s), "seed": s, **own}) for s in seeds)
-    return TextPrompts(rows, replace(config, answer_key=""), tokenizer)
+    rows = (
+        (f"{game}/{s}", {key: (begin := opened.reset(s)), "begin": begin, "seed": s, **own})
+        for s in seeds
+    )
+    prompts = TextPrompts(rows, replace(config, answer_key=""), tokenizer)
+    opened.close()
+    return prompts
 
 
 class Play:
@@ -119,12 +192,24 @@ class Play:
         self._max_turns = max_turns
 
     async def __call__(self, episode: Episode) -> Trajectory:
-        info, transcript, total = episode.prompt.info, Transcript(episode), 0.0
-        game = open_game(info["game"], info["arguments"])
-        game.reset(info["seed"])
+        info = episode.prompt.info
+        game = await called(open_game, info["game"], info["arguments"])
+        try:
+            begin = await called(game.reset, info["seed"])
+            if begin != info["begin"]:
+                raise ValueError(
+                    f"data.args.game={info['game']} begins differently with the same seed: the"
+                    " prompt would be that of another game"
+                )
+            return await self._play(episode, game)
+        finally:
+            await called(game.close)
+
+    async def _play(self, episode: Episode, game: Gymnasium | TextArena | OpenEnv) -> Trajectory:
+        transcript, total = Transcript(episode), 0.0
         for turn in range(self._max_turns):
             _, _, said = (await transcript.sample_text()).rpartition("</think>")
-            observation, reward, is_over = game.step(said)
+            observation, reward, is_over = await called(game.step, said)
             total += reward
             if is_over or turn == self._max_turns - 1:
                 break

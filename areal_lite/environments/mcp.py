@@ -41,6 +41,7 @@ class McpTools(Tools):
 
     async def start(self, config: TrainConfig) -> None:
         """List the tools of all servers. Raises ValueError for a server that does not answer."""
+        require("mcp.client.client", "'mcp>=2'")
         if self._functions:
             await super().start(config)
         for server in self._servers:
@@ -84,7 +85,8 @@ class McpTools(Tools):
 
 def _client(server: str) -> Any:
     """Return a connection to be entered. A command gets an environment without secrets."""
-    mcp = require("mcp", "'mcp>=2'")
+    import mcp
+
     if server.startswith(("http://", "https://")):
         return mcp.Client(server)
     command, *arguments = shlex.split(server)

@@ -1,9 +1,16 @@
 """Text games, next to the same games played with their own packages."""
 
 import asyncio
+import contextlib
+import json
+import random
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from areal_lite.config import DataConfig
@@ -11,8 +18,9 @@ from areal_lite.config.command_line import compose_config
 from areal_lite.data.prompts import Prompt, PromptSet, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.environments.games import Play, open_game
+from areal_lite.system.network import free_port
 from areal_lite.trajectory import Trajectory
-from tests.unit.rollout.episodes import played, playing, save_chat_tokenizer
+from tests.unit.rollout.episodes import WorkflowFailed, played, playing, save_chat_tokenizer
 from tests.unit.workflows.test_conversations import text_of
 
 GUESS, LAKE = "textarena:GuessTheNumber-v0", "gymnasium:FrozenLake-v1"
@@ -166,3 +174,60 @@ class TestGymnasium:
     def test_other_actions_are_refused(self) -> None:
         with pytest.raises(ValueError, match="its actions are Box.*, neither numbers nor texts"):
             open_game("gymnasium:Pendulum-v1", {})
+
+
+class TestOpenEnv:
+    """A server of OpenEnv, which tells whether the number of a seed is higher or lower."""
+
+    @pytest.fixture(autouse=True, scope="class")
+    def url(self) -> Iterator[str]:
+        pytest.importorskip("openenv.core", reason="pip install openenv-core")
+        port = free_port()
+        command = [sys.executable, str(Path(__file__).with_name("openenv_server.py")), str(port)]
+        server, url = subprocess.Popen(command), f"http://127.0.0.1:{port}"
+        try:
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline:
+                with contextlib.suppress(httpx.TransportError):
+                    httpx.get(f"{url}/health")
+                    break
+                time.sleep(0.1)
+            yield url
+        finally:
+            server.kill()
+            server.wait()
+
+    def test_episodes_have_sessions_of_their_own(self, tokenizer, url: str) -> None:
+        found = problems(tokenizer, game=f"openenv:{url}", arguments={"observation": "text"})
+        number = random.Random(2).randint(1, 20)
+        said = [str(n) for n in (20, 1, number)]
+        assert number not in (1, 20)
+
+        async def main() -> list[Trajectory]:
+            async with playing(tokenizer, found[1], *[said] * 4) as (episodes, _, _):
+                groups = await asyncio.gather(*played(Play(), episodes))
+                return [trace.check() for (trace,) in groups]
+
+        traces = asyncio.run(main())
+        assert [round(trace.reward, 6) for trace in traces] == [round(1 / 3 - 0.02, 6)] * 4
+        wanted = f"Number 2 is from 1 to 20. <20> too high <1> too low <{number}>"
+        assert {text_of(tokenizer, trace) for trace in traces} == {wanted}
+
+    def test_whole_observations_are_json(self, tokenizer, url: str) -> None:
+        found = problems(tokenizer, game=f"openenv:{url}")
+        assert json.loads(found[0].messages[0]["content"])["text"] == "Number 1 is from 1 to 20."
+
+    def test_mistakes_are_named(self, tokenizer, url: str) -> None:
+        game = {"game": f"openenv:{url}", "arguments": {"observation": "board"}}
+        with pytest.raises(ValueError, match="an observation has no board, only .*text"):
+            problems(tokenizer, **game)
+        with pytest.raises(ValueError, match="data.args.game=openenv:http://127.0.0.1:9, {}"):
+            open_game("openenv:http://127.0.0.1:9", {})
+        with pytest.raises(ValueError, match="action=guess: .* no such field, only .*message"):
+            problems(tokenizer, game=f"openenv:{url}", arguments={"action": "guess"})
+
+    def test_a_game_that_begins_differently_is_refused(self, tokenizer, url: str) -> None:
+        found = problems(tokenizer, game=f"openenv:{url}")
+        found[0].info["begin"] = "another"
+        with pytest.raises(WorkflowFailed, match="begins differently with the same seed"):
+            play(tokenizer, found[0], ["3"])

@@ -30,7 +30,7 @@ def load_environment(bonus):
 SERVER = f"{sys.executable} {Path(__file__).with_name('mcp_server.py')}"
 ADD = '<tool_call>\n{"name": "add", "arguments": {"name": "x", "function": 1}}\n</tool_call>'
 CASES = {
-    "mcp": (
+    "mcp.client.client": (
         [
             *("+task=addition", "rollout.workflow=areal_lite.environments.mcp:McpTools"),
             f"rollout.workflow_args={{servers: ['{SERVER}'], tool_parser: qwen25}}",
@@ -80,7 +80,7 @@ def test_an_episode_in_a_worker(package: str, tmp_path: Path, monkeypatch) -> No
 
     async def main() -> Played | str:
         async with EpisodePool(config, ["train", "eval"]) as pool:
-            if package == "mcp":  # its prompts are not the environment's
+            if package == "mcp.client.client":  # its prompts are not the environment's
                 prompt = chat_prompt(tokenizer)
             else:
                 prompt = await pool.prompt("train", 0)
@@ -92,7 +92,7 @@ def test_an_episode_in_a_worker(package: str, tmp_path: Path, monkeypatch) -> No
     result = asyncio.run(main())
     assert isinstance(result, Played), result
     (trace,) = result.traces
-    if package == "mcp":
+    if package == "mcp.client.client":
         assert "<tool_response>x=1</tool_response>" in tokenizer.decode(trace.tokens)
     elif expected is None:  # the number is one of the first ten, or it is not found in time
         assert trace.reward in (0.0, 1.0)

@@ -21,6 +21,7 @@ from areal_lite.trajectory import Trajectory
 from areal_lite.workflows.tools import ToolsLost
 from tests.unit.rollout.episodes import chat_prompt, playing, save_chat_tokenizer
 
+pytest.importorskip("mcp.client.client", reason="pip install 'mcp>=2'")
 SERVER = Path(__file__).with_name("mcp_server.py")
 COMMAND = f"{sys.executable} {SERVER}"
 
