@@ -9,11 +9,22 @@ Where the history of a prompt knows no context, that of all prompts may.
 How likely a guess is, the history learns as well: whenever a token is noted, it looks whether the
 guess for it was right. So it knows how often guesses of a kind are right for this policy now: with
 a context of so many tokens, seen so often, and so often with the same next token.
+
+A server that starts learns from the newest answers in the store of the run (`StoredAnswers`), and
+later from what other servers answer.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
+
+from areal_lite.run_dir.reader import RunReader
+from areal_lite.run_dir.store_format import TRACE, WITH_ROUTES, from_row
+from areal_lite.trajectory import Trajectory
 
 _CONTEXTS = (8, 4, 2)  # tokens
 LONGEST = _CONTEXTS[0]
@@ -145,6 +156,14 @@ class History:
         self._prompts.move_to_end(prompt)
         return history
 
+    def learn(self, tokens: Sequence[int], sampled: Sequence[int]) -> None:
+        """Note an answer of elsewhere: its prompt, and its tokens at the places `sampled`."""
+        prompt = tokens[: sampled[0]]
+        history = self.of(hash(tuple(prompt)))
+        history.begin(prompt)
+        for at in sampled:
+            history.note(tokens[max(at - LONGEST, 0) : at], tokens[at])
+
     def trim(self) -> None:
         """Forget the prompts that were used longest ago, down to the bound."""
         if len(self._shared.of_all) > self._most // 2:
@@ -152,6 +171,51 @@ class History:
             self._shared.of_all.clear()
         while self._shared.contexts > self._most and len(self._prompts) > 1:
             self._shared.contexts -= len(self._prompts.popitem(last=False)[1])
+
+
+class _Answers(RunReader):
+    def last(self) -> int:
+        """Return the number of the newest answer, 0 without any."""
+        ((number,),) = self._query("SELECT coalesce(max(rowid), 0) FROM sequences")
+        return number
+
+    def newest(self, after: int, last: int, besides: str) -> Iterator[Trajectory]:
+        """Yield the answers that `besides` did not give, from number `last` down to `after`."""
+        query = f"""
+            SELECT {WITH_ROUTES} FROM sequences CROSS JOIN trajectories USING ({TRACE})
+            WHERE sequences.rowid > ? AND sequences.rowid <= ? AND server != ?
+            ORDER BY sequences.rowid DESC"""
+        for row in self._rows(query, (after, last, besides)):
+            yield from_row(row, prompt_id="")
+
+
+class StoredAnswers:
+    """The answers in the store of a run that the server `name` has not sampled itself."""
+
+    def __init__(self, path: Path, name: str, vocabulary: int) -> None:
+        self._path, self._name, self._vocabulary = path, name, vocabulary
+        self._last = 0
+        self._besides = ""  # at first, what the server sampled before it started again counts
+
+    def new(self, most: int) -> list[tuple[list[int], list[int]]]:
+        """Return the newest answers since the last call, oldest first, of about `most` tokens.
+
+        An answer is its tokens, and the places of those that were sampled.
+        """
+        found: list[tuple[list[int], list[int]]] = []
+        after, besides = self._last, self._besides
+        self._besides = self._name
+        # There may be no store yet. The controller, not this reader, reports a damaged one.
+        with suppress(ValueError), closing(_Answers(self._path)) as store:
+            self._last = store.last()
+            for answer in store.newest(after, self._last, besides):
+                tokens, sampled = answer.tokens, np.flatnonzero(answer.loss_mask)
+                if len(sampled) and 0 <= tokens.min() and tokens.max() < self._vocabulary:
+                    found.append((tokens.tolist(), sampled.tolist()))
+                    most -= len(sampled)
+                if most <= 0:
+                    break
+        return found[::-1]
 
 
 class Pace:

@@ -195,7 +195,7 @@ def train(config: TrainConfig, run_dir: Path, on_step: OnStep | None = None) -> 
     if restarts.start:
         print(f"the run resumes from step {restarts.start}", file=sys.stderr)
     servers = dict(enumerate(placement.servers))
-    with stopped_by_hand(run_dir), train_pool(config, run_dir, servers) as pool:
+    with stopped_by_hand(run_dir), train_pool(config, run_dir, servers, True) as pool:
         while True:
             forget_after(run_dir, restarts.start)
             try:

@@ -34,7 +34,7 @@ from typing import Any
 from areal_lite.config import RestartConfig, ServerConfig, TrainConfig, load_config
 from areal_lite.extensions import cpu_device
 from areal_lite.launch.roles import RoleFailed, interruptible, start_logged
-from areal_lite.run_dir.paths import LOGS_DIR, TOTALS_FILE
+from areal_lite.run_dir.paths import LOGS_DIR, STORE_FILE, TOTALS_FILE
 from areal_lite.servers.client import ServerError, SGLangClient
 from areal_lite.servers.registry import (
     UNPUSHED,
@@ -44,7 +44,7 @@ from areal_lite.servers.registry import (
     unhealthy_reason,
     withdraw_server,
 )
-from areal_lite.sglang_plugins import ENV_API_KEY, ENV_DEVICE, ENV_READBACK
+from areal_lite.sglang_plugins import ENV_API_KEY, ENV_DEVICE, ENV_NAME, ENV_READBACK, ENV_STORE
 from areal_lite.system.files import append_log
 from areal_lite.system.gpus import (
     CUDA_CONTEXT,
@@ -146,7 +146,7 @@ class ServerProcess:
 
     def __post_init__(self) -> None:
         self.argv, needed = server_command(self.config, self.model, self.port, self.seed)
-        self.environment = needed | self.environment
+        self.environment = needed | {ENV_NAME: self.name} | self.environment
         host = self.config.host
         self.url = f"http://{socket.gethostname() if host == '0.0.0.0' else host}:{self.port}"
         self._process: subprocess.Popen | None = None
@@ -397,8 +397,13 @@ def fraction_of_free(fraction: float, memory: GpuMemory) -> float:
     return round(min(fraction * memory.total / max(memory.free - CUDA_CONTEXT, 1), 0.99), 4)
 
 
-def train_pool(config: TrainConfig, run_dir: Path, gpus: Mapping[int, list[str]]) -> ServerPool:
-    """Make the pool of a training run; `gpus` are the GPUs of each server by its number."""
+def train_pool(
+    config: TrainConfig, run_dir: Path, gpus: Mapping[int, list[str]], beside_store: bool = False
+) -> ServerPool:
+    """Make the pool of a training run; `gpus` are the GPUs of each server by its number.
+
+    beside_store: whether the controller, which writes the store, is on this machine.
+    """
     head = {"enable_fp32_lm_head": True} if config.trainer.fp32_head else {}
     running = {}
     if resolve_device(config.server.device) == "cuda":
@@ -406,13 +411,15 @@ def train_pool(config: TrainConfig, run_dir: Path, gpus: Mapping[int, list[str]]
         running = {"max_running_requests": most}
     routes = {"enable_return_routed_experts": True} if config.algo.routing_replay else {}
     first = {"weight_version": UNPUSHED} if config.debug == "off" else {}  # else nobody pushes
+    environment = {ENV_READBACK: "1"} if config.sync.verify else {}
+    environment |= {ENV_STORE: str(run_dir / STORE_FILE)} if beside_store else {}
     return server_pool(
         replace(config.server, args={**head, **routes, **running, **first, **config.server.args}),
         model=config.model,
         seed=config.seed,
         run_dir=run_dir,
         gpus=gpus,
-        environment={ENV_READBACK: "1"} if config.sync.verify else {},
+        environment=environment,
         shared=config.trainer.gpu_memory_fraction is not None,
         max_restarts=config.restart.max,
     )

@@ -12,8 +12,10 @@ of the KV cache behind the last right token are written again in the next step.
 """
 
 import dataclasses
+import os
 import time
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -28,11 +30,15 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, Speculati
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from torch import Tensor
 
-from areal_lite.cpu.drafts import LONGEST, History, Pace, PromptHistory
+from areal_lite.cpu.drafts import LONGEST, History, Pace, PromptHistory, StoredAnswers
+from areal_lite.sglang_plugins import ENV_NAME, ENV_STORE
 
 NAME = "HISTORY"
 _ROWS = 8  # of a request in a step: its next token and seven drafted ones
 _GROUPS = 4096  # whose prompts are remembered
+# Tokens of answers to learn from the run's store: at the start (a second), and at each look.
+_AT_START, _AT_ONCE = 2**16, 2**11
+_LOOK_EVERY_S = 1.0
 
 
 def register() -> None:
@@ -97,6 +103,18 @@ class HistoryWorker(BaseSpecWorker):
         self._history, self._pace = History(), Pace()
         self._prompts: OrderedDict[str, int] = OrderedDict()  # by group, as hashes
         self._answers: list[_Answer] = []
+        self._stored: StoredAnswers | None = None
+        if store := os.environ.get(ENV_STORE):
+            vocabulary = self.model_runner.model_config.vocab_size
+            self._stored = StoredAnswers(Path(store), os.environ[ENV_NAME], vocabulary)
+            self._learn(_AT_START)
+
+    def _learn(self, most: int) -> None:
+        """Note what the run's store has from elsewhere, the newest `most` tokens."""
+        assert self._stored is not None
+        for tokens, sampled in self._stored.new(most):
+            self._history.learn(tokens, sampled)
+        self._look_at = time.monotonic() + _LOOK_EVERY_S
 
     @property
     def draft_worker(self) -> None:
@@ -147,6 +165,8 @@ class HistoryWorker(BaseSpecWorker):
         """Note the new tokens of every request, and return a draft for each."""
         for answer in self._answers:
             _note(answer)  # the finished ones, too
+        if self._stored and time.monotonic() > self._look_at:
+            self._learn(_AT_ONCE)
         self._history.trim()
         # By object: a client may use an id again.
         known = {id(answer.req): answer for answer in self._answers}

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.cpu.drafts import LONGEST, History, Pace, PromptHistory
+from areal_lite.cpu.drafts import LONGEST, History, Pace, PromptHistory, StoredAnswers
+from areal_lite.run_dir.store import Store
+from areal_lite.trajectory import FinishReason, Group, Trajectory
 
 TOKENS = st.lists(st.integers(0, 5), max_size=40)
 
@@ -124,3 +126,71 @@ def test_a_floor_is_a_chance(steps: list[tuple[int, float]]) -> None:
     for rows, seconds in steps:
         pace.note(rows, seconds)
     assert all(0 <= pace.floor(requests) <= 1 for requests in (1, 30, 300))
+
+
+def write(store: Store, group_id: int, server: str, answers: list[list[int]]) -> None:
+    """Write a group whose prompt is [3, 4, 5], and whose answers end with two more tokens."""
+    trajectories = []
+    for number, answer in enumerate(answers):
+        tokens = np.array([3, 4, 5, *answer, 1, 2], np.int32)
+        sampled = np.arange(len(tokens)) >= 3
+        sampled[-2:] = False
+        trajectories.append(
+            Trajectory(
+                group_id=group_id,
+                sample_index=number,
+                prompt_id="p",
+                tokens=tokens,
+                loss_mask=sampled,
+                behavior_logprobs=np.where(sampled, -1, 0).astype(np.float32),
+                versions=np.where(sampled, 0, -1).astype(np.int32),
+                kv_version=0,
+                reward=1.0,
+                finish_reason=FinishReason.STOP,
+                started_at=1.0,
+                finished_at=2.0,
+                server=server,
+                requests=1,
+            )
+        )
+    group = Group(group_id=group_id, prompt_id="p", size=len(answers), trajectories=trajectories)
+    store.admit(group_id, "p", 0, 1, len(answers), 1.0)
+    store.finish(group, [(None, None)] * len(answers), None, 2.0)
+
+
+def test_a_server_learns_the_newest_answers_that_it_has_not_given(tmp_path) -> None:
+    path = tmp_path / "t.sqlite"
+    stored = StoredAnswers(path, "mine", vocabulary=100)
+    late = StoredAnswers(path, "mine", vocabulary=100)
+    assert stored.new(1000) == [], "there is no store yet"
+    store = Store(path)
+    write(store, 0, "mine", [[6, 7]])
+    write(store, 1, "other", [[8, 9], [10], [11, 100]])
+    places = {n: [*range(3, 3 + n)] for n in (1, 2)}
+    mine, first, second = (
+        ([3, 4, 5, *answer, 1, 2], places[len(answer)]) for answer in ([6, 7], [8, 9], [10])
+    )
+    assert stored.new(1000) == [first, second], "token 100 is none of the model's"
+    assert late.new(1000) == [mine, first, second], "its process before has given this answer"
+    assert stored.new(1000) == late.new(1000) == []
+    write(store, 2, "mine", [[6, 7]])
+    write(store, 3, "other", [[8, 9], [10], [8, 9]])
+    assert stored.new(3) == [second, first], "the newest, oldest first"
+    assert stored.new(3) == []
+    store.close()
+    path.write_bytes(b"damaged")
+    assert stored.new(3) == []
+
+
+def test_learned_answers_are_drafted_like_own_ones() -> None:
+    answer = [3, 4, 5, 6, 7, 8, 1, 2, 9, 10]
+    learned, own = History(), History()
+    learned.learn(answer, [3, 4, 5, 8, 9])
+    prompt = hash((3, 4, 5))
+    own.of(prompt).begin(answer[:3])
+    for at in (3, 4, 5, 8, 9):
+        own.of(prompt).note(answer[max(at - LONGEST, 0) : at], answer[at])
+    for start in range(2, len(answer)):
+        known, before = learned.of(prompt), answer[:start]
+        assert known.draft(before, 7, 0.0) == own.of(prompt).draft(before, 7, 0.0)
+    assert learned.of(prompt).draft([3, 4, 5], 7, 0.0) == [6, 7, 8], "tools are not drafted"
