@@ -40,7 +40,7 @@ RUN_SETTINGS = (
     f"sync.verify=true reward.function={__name__}:share_of_digits"
 ).split()
 _PIN = re.compile(r"([\w-]+)==([^\s;]+)")
-_INSTALL = "install again (examples/setup.sh)"
+_INSTALL = "install again (README.md, Start)"
 _RUN_REMEDY = "`areal-lite quickstart` repeats it and keeps all logs; see docs/operations.md"
 _OTHER = "choose a run directory on a local disk, or another network file system"
 

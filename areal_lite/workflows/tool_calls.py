@@ -156,7 +156,7 @@ def _without_sglang() -> Iterator[None]:
     """Have stand-ins for `sglang` and what its parsers do not use, until the block ends."""
     spec = importlib.util.find_spec("sglang")
     if spec is None:
-        raise ValueError("sglang is not installed, whose parsers find calls: examples/setup.sh")
+        raise ValueError("sglang is not installed, whose parsers find calls: README.md, Start")
     package = ModuleType("sglang")
     package.__path__ = list(spec.submodule_search_locations or ())
     before = {name: sys.modules.pop(name) for name in [*sys.modules] if _is_replaced(name)}

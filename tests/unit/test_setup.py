@@ -137,3 +137,8 @@ def test_a_failure_is_not_taken_for_an_installation(machine: Machine, fails: str
     assert fails in installed[-1], "nothing is installed after a failure"
     machine.python(INDEX_ANSWERS)
     assert len(machine.set_up()[0]) == 3
+
+
+def test_the_readme_installs_a_wheel_with_the_same_versions() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert f"pip install {SGLANG}\n" in readme and f"pip install {TORCH.split()[-1]} " in readme
