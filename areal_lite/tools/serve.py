@@ -94,7 +94,7 @@ class Endpoint:
         self._scratch = scratch
         self.log = scratch / LOGS_DIR / f"{_SERVER}.log"
         self.log.parent.mkdir()
-        self._name = Path(config.model).resolve().name
+        self._name = config.server.args.get("served_model_name", Path(config.model).resolve().name)
         device = resolve_device(config.server.device)
         # An export hides the GPUs from this process, and the server may start again meanwhile.
         gpus = visible_gpus() if device == "cuda" else []

@@ -15,10 +15,12 @@ model=${CHAT_MODEL:-../models/SmolLM2-135M-Instruct}
 [ -d data ] || python make_data.py
 
 # The judge is the same model before training, on a server of its own.
-python serve.py "$model" 30100 >judge.log 2>&1 &
+mkdir -p runs
+areal-lite serve "$model" port=30100 server.args.served_model_name=judge \
+  server.args.max_total_tokens=8192 >runs/judge.log 2>&1 &
 trap 'kill $!' EXIT
 until curl --silent --fail --output /dev/null http://127.0.0.1:30100/health; do
-  kill -0 $! || { tail judge.log >&2 && exit 1; }
+  kill -0 $! || { tail runs/judge.log >&2 && exit 1; }
   sleep 1
 done
 
