@@ -41,6 +41,7 @@ ELSEWHERE = {
     "python -m pytest tests/unit": "tests/run.sh",
     "areal-lite export": "tests/ranks/test_export.py",
     "areal-lite serve": "tests/integration/test_serve.py",
+    "areal-lite servers": "tests/integration/test_servers_command.py",
     "areal-lite train model=models/Qwen3-30B-A3B": "tests/integration/test_routing_replay.py",
     "areal-lite slurm +": "tests/integration/test_slurm.py",
     "python -m areal_lite.launch.server_pool": "tests/integration/test_slurm.py",

@@ -97,6 +97,7 @@ class FakeSGLang:
         app.router.add_get("/health", self._health)
         app.router.add_get("/model_info", self._model_info)
         app.router.add_get("/server_info", self._server_info)
+        app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/pause_generation", self._pause)
         app.router.add_post("/continue_generation", self._continue)
@@ -130,6 +131,10 @@ class FakeSGLang:
 
     async def _server_info(self, _: web.Request) -> web.Response:
         return web.json_response({"version": "0.5.21"})
+
+    async def _loads(self, _: web.Request) -> web.Response:
+        load = {"num_running_reqs": len(self.running), "num_waiting_reqs": 0}
+        return web.json_response({"loads": [load]})
 
     async def _model_info(self, _: web.Request) -> web.Response:
         return web.json_response(

@@ -8,6 +8,7 @@
 * A lost server is started again up to `restart.max` times, counted anew when it was ready for an
   hour. After that the run continues without it. A server that never came up ends the whole pool: a
   restart would not mend its configuration.
+* A server that is drained (servers/registry.py) ends when its requests are finished, for good.
 
     python -m areal_lite.launch.server_pool RUN_DIR FIRST COUNT [until-end]
 
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
@@ -34,12 +35,14 @@ from typing import Any
 from areal_lite.config import RestartConfig, ServerConfig, TrainConfig, load_config
 from areal_lite.extensions import cpu_device
 from areal_lite.launch.roles import RoleFailed, interruptible, start_logged
+from areal_lite.run_dir.controller_status import TrainerPhase, read_status
 from areal_lite.run_dir.paths import LOGS_DIR, STORE_FILE, TOTALS_FILE
 from areal_lite.servers.client import ServerError, SGLangClient
 from areal_lite.servers.registry import (
     UNPUSHED,
     ServerInfo,
     announce_server,
+    announced_servers,
     is_announced,
     unhealthy_reason,
     withdraw_server,
@@ -76,6 +79,8 @@ _SGLANG_ENVIRONMENT = {
 _MOST_GRAPHS = 512  # each captured request takes some MiB of a GPU
 _POLL_INTERVAL_S = 0.2
 _GRACE_S = 3.0
+# The controller looks for announcements twice a second, and its status has the trainer's phase.
+_NOTICE_S = 3.0
 # Failures before a server was ready for this long do not count.
 _STEADY_S = 3600.0
 
@@ -232,6 +237,7 @@ class ServerPool:
         self._max_restarts = max_restarts
         self._started_at = time.monotonic()
         self._came_up: set[str] = set()
+        self._drained: set[str] = set()
         # When the present process of a server became ready, in seconds.
         self._ready_at: dict[str, float] = {}
         self._failure: Exception | None = None
@@ -275,12 +281,22 @@ class ServerPool:
             watch()
             time.sleep(0.05)
 
+    @property
+    def is_drained(self) -> bool:
+        """Return whether all servers have been drained."""
+        return self._drained == self._make.keys()
+
     async def supervise(self) -> None:
-        """Run the servers until cancelled. Raises as `check` does."""
+        """Run the servers until cancelled. Raises as `check` does.
+
+        Without a server of its own it goes on while the run has others, started elsewhere.
+        """
         tasks = [asyncio.create_task(self._supervise(name)) for name in self._make]
         try:
             for ended in asyncio.as_completed(tasks):
                 await ended
+            if self._drained or announced_servers(self._run_dir):
+                await asyncio.Event().wait()
             raise RoleFailed(f"no server is left: see {self._run_dir / LOGS_DIR / LOG}")
         finally:
             for task in tasks:
@@ -291,7 +307,9 @@ class ServerPool:
         """Run one server, process after process, until its restarts are used up."""
         restarts = 0
         while True:
-            reason = await self._run_once(name)
+            if (reason := await self._run_once(name)) is None:
+                self._drained.add(name)
+                return self._log(f"{name} was drained and has ended")
             ready_at = self._ready_at.pop(name, math.inf)
             restarts = 1 if time.monotonic() - ready_at >= _STEADY_S else restarts + 1
             if restarts > self._max_restarts:
@@ -302,10 +320,10 @@ class ServerPool:
             self._log(f"{name} is started again in {delay_s:g} s ({attempt}): {reason}")
             await asyncio.sleep(delay_s)
 
-    async def _run_once(self, name: str) -> str:
+    async def _run_once(self, name: str) -> str | None:
         """Run one process of a server to its end, and return the reason of the end.
 
-        Raises an error if the server has never come up.
+        None: it was drained. Raises an error if the server has never come up.
         """
         server = self._make[name]()
         grace_s = _GRACE_S
@@ -327,16 +345,38 @@ class ServerPool:
             withdraw_server(self._run_dir, name)
             await asyncio.to_thread(server.stop, grace_s)
 
-    async def _wait_for_end(self, server: ServerProcess) -> str:
-        """Wait until the server exits or is marked unhealthy, and return the reason."""
+    async def _wait_for_end(self, server: ServerProcess) -> str | None:
+        """Wait until the server exits or is marked unhealthy, and return the reason.
+
+        None: it was drained.
+        """
         while (code := server.exit_code()) is None:
             if reason := unhealthy_reason(self._run_dir, server.info):
                 return reason
+            if is_announced(self._run_dir, server.name, "draining"):
+                return await self._wait_until_idle(server)
             if not is_announced(self._run_dir, server.name):
                 self._log(f"{server.name} is announced again: its announcement was removed")
                 announce_server(self._run_dir, server.info)
             await asyncio.sleep(_POLL_INTERVAL_S)
         return f"{server.name} {ending(code)}"
+
+    async def _wait_until_idle(self, server: ServerProcess) -> None:
+        """Wait until a withdrawn server has no requests and no part in a push, or has failed.
+
+        If it does not say how many it has, they continue on another server.
+        """
+        run_dir, info = self._run_dir, server.info
+        self._log(f"{server.name} finishes its requests and ends: it is drained")
+        await asyncio.sleep(_NOTICE_S)
+        async with SGLangClient(_HEALTH_TIMEOUT_S) as client:
+            with suppress(ServerError):
+                while server.exit_code() is None and not unhealthy_reason(run_dir, info):
+                    status = read_status(run_dir)
+                    pushes = status is not None and status.trainer == TrainerPhase.PUSHING
+                    if not pushes and not await client.count_requests(info):
+                        return
+                    await asyncio.sleep(_POLL_INTERVAL_S)
 
     def _log(self, text: str) -> None:
         print(visible(text), file=sys.stderr, flush=True)
@@ -425,15 +465,25 @@ def train_pool(
     )
 
 
+def pool_beside(config: TrainConfig, run_dir: Path, numbers: Sequence[int]) -> ServerPool:
+    """Make a pool of further servers of a run, on the GPUs that this process sees."""
+    gpus = visible_gpus() if resolve_device(config.server.device) == "cuda" else []
+    shares = divide_gpus(gpus, len(numbers), config.server.tensor_parallel)
+    return train_pool(config, run_dir, dict(zip(numbers, shares, strict=True)))
+
+
 def running_requests(max_concurrent: int, servers: int) -> int:
     """Return a server's share of the requests and a quarter more, as routing is uneven."""
     return -(-max_concurrent * 5 // (servers * 4))
 
 
 async def supervise_until_end(pool: ServerPool, run_dir: Path) -> None:
-    """Run the servers until the trainer has written the totals of the run. Raises as `check`."""
+    """Run the servers until the run has ended, or all are drained. Raises as `check`.
+
+    The trainer writes the totals of the run at its end.
+    """
     servers = asyncio.create_task(pool.supervise())
-    while not servers.done() and not (run_dir / TOTALS_FILE).exists():
+    while not (servers.done() or pool.is_drained or (run_dir / TOTALS_FILE).exists()):
         await asyncio.sleep(1.0)
     if servers.done():
         return servers.result()
@@ -448,10 +498,7 @@ def main() -> int:
     run_dir, first, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     try:
         with interruptible():
-            config = load_config(run_dir)
-            gpus = visible_gpus() if resolve_device(config.server.device) == "cuda" else []
-            shares = divide_gpus(gpus, count, config.server.tensor_parallel)
-            pool = train_pool(config, run_dir, dict(enumerate(shares, first)))
+            pool = pool_beside(load_config(run_dir), run_dir, range(first, first + count))
             until_end = sys.argv[4:] == ["until-end"]
             asyncio.run(supervise_until_end(pool, run_dir) if until_end else pool.supervise())
     except KeyboardInterrupt:

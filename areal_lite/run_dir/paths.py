@@ -23,7 +23,7 @@ PROFILE_DIR = "profile"  # what the steps that AREAL_LITE_PROFILE names did, and
 
 # While a run goes on.
 HEARTBEATS_DIR = "heartbeats"  # ROLE: the phase of a process
-SERVERS_DIR = "servers"  # NAME.json: a running server; NAME.unhealthy: it must be replaced
+SERVERS_DIR = "servers"  # NAME.json: a running server; .unhealthy: to replace; .draining: to end
 CONTROLLER_FILE = "controller.json"  # address of the controller
 CONTROLLER_STATUS_FILE = "controller_status.json"  # what the controller has and waits for
 TOTALS_FILE = "controller_totals.json"  # what the controller counted, written when it ends

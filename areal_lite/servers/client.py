@@ -125,8 +125,18 @@ class _ModelInfo(msgspec.Struct):
     weight_version: _Version
 
 
+class _Load(msgspec.Struct):
+    num_running_reqs: _Int32
+    num_waiting_reqs: _Int32
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_Load]  # of each data-parallel rank
+
+
 _GENERATION = msgspec.json.Decoder(_Generation)
 _MODEL_INFO = msgspec.json.Decoder(_ModelInfo)
+_LOADS = msgspec.json.Decoder(_Loads)
 
 
 class ServerError(RuntimeError):
@@ -242,6 +252,10 @@ class SGLangClient:
         # /health and /model_info are answered even when the scheduler hangs. /server_info is the
         # only call without side effects that the scheduler answers between any two steps.
         await self._get(server, "/server_info", parse_server_info)
+
+    async def count_requests(self, server: ServerInfo) -> int:
+        """Return how many requests run or wait on the server, as of its latest step."""
+        return await self._get(server, "/v1/loads?include=core", parse_loads)
 
     async def abort_all(self, server: ServerInfo) -> None:
         """End all requests of the server."""
@@ -466,6 +480,11 @@ def parse_model_info(raw: bytes) -> int:
     """Return the weight version in the answer to GET /model_info; UNTRUSTED before a push."""
     version = _MODEL_INFO.decode(raw).weight_version
     return UNTRUSTED if version == UNPUSHED else _parse_version(version)
+
+
+def parse_loads(raw: bytes) -> int:
+    """Return the number of requests in the answer to GET /v1/loads."""
+    return sum(one.num_running_reqs + one.num_waiting_reqs for one in _LOADS.decode(raw).loads)
 
 
 parse_server_info = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

@@ -1,7 +1,8 @@
 """The servers of a run: how others find them, and which of them a trajectory goes to.
 
 `<run_dir>/servers/NAME.json` announces a server that is up, and how to reach it. NAME.unhealthy
-asks the process that started it to replace it.
+asks the process that started it to replace it. Renamed to NAME.draining, an announcement asks it to
+end the server once its requests are finished.
 
 The router chooses the least loaded server that is ready: whose version is the trainer's. A server
 that has just started is stale until its first push. One that failed is left out until another
@@ -47,24 +48,32 @@ def announce_server(run_dir: Path, info: ServerInfo) -> None:
     write_atomically(_file(run_dir, info.name), json.dumps(asdict(info)), private=True)
 
 
-def is_announced(run_dir: Path, name: str) -> bool:
-    """Return whether a server has an announcement."""
-    return _file(run_dir, name).exists()
+def is_announced(run_dir: Path, name: str, kind: str = "json") -> bool:
+    """Return whether a server has an announcement. `kind` is as in `announced_servers`."""
+    return _file(run_dir, name, kind).exists()
 
 
-def announced_servers(run_dir: Path) -> list[ServerInfo]:
-    """Return the announced servers, by name. A malformed announcement is logged and left out."""
+def announced_servers(run_dir: Path, kind: str = "json") -> list[ServerInfo]:
+    """Return the announced servers, by name. A malformed announcement is logged and left out.
+
+    kind: json, or draining for servers that take no new requests.
+    """
     servers = []
-    for path in announcements(run_dir):
+    for path in announcements(run_dir, kind):
         with suppress(OSError):  # withdrawn after it was listed
             if path.is_file():  # a pipe would block
                 servers.append(_parse(path, path.read_bytes()))
     return [server for server in servers if server]
 
 
-def announcements(run_dir: Path) -> list[Path]:
-    """List the files of the announced servers, by name."""
-    return sorted(Path(run_dir, "servers").glob("*.json"))
+def announcements(run_dir: Path, kind: str = "json") -> list[Path]:
+    """List the files of the announced servers, by name. `kind` is as in `announced_servers`."""
+    return sorted(Path(run_dir, "servers").glob(f"*.{kind}"))
+
+
+def drain_server(run_dir: Path, name: str) -> None:
+    """Withdraw a server that finishes its requests and then ends, for good."""
+    _file(run_dir, name).rename(_file(run_dir, name, "draining"))
 
 
 # Cached, so that a malformed file is logged once and not at every look.
@@ -83,9 +92,9 @@ def _parse(path: Path, raw: bytes) -> ServerInfo | None:
 
 
 def withdraw_server(run_dir: Path, name: str) -> None:
-    """Remove both files of a server."""
-    _file(run_dir, name).unlink(missing_ok=True)
-    _file(run_dir, name, "unhealthy").unlink(missing_ok=True)
+    """Remove all files of a server."""
+    for kind in ("json", "unhealthy", "draining"):
+        _file(run_dir, name, kind).unlink(missing_ok=True)
 
 
 def mark_unhealthy(run_dir: Path, server: ServerInfo, reason: str) -> None:

@@ -1,6 +1,7 @@
 """Servers that die, hang or fail during a push: nothing is lost, and no version is wrong."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -8,7 +9,9 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 import torch
@@ -18,7 +21,13 @@ from areal_lite.launch.roles import RoleFailed
 from areal_lite.launch.server_pool import LOG, ServerPool, ServerProcess, supervise_until_end
 from areal_lite.run_dir.paths import TOTALS_FILE
 from areal_lite.servers.blocking import post
-from areal_lite.servers.registry import ServerInfo, announced_servers, mark_unhealthy
+from areal_lite.servers.registry import (
+    ServerInfo,
+    announce_server,
+    announced_servers,
+    drain_server,
+    mark_unhealthy,
+)
 from areal_lite.system.network import free_port
 from areal_lite.weights.push import WeightPusher
 from tests.integration.controller_run import GROUPS, assert_exact, assert_store_matches, push
@@ -114,6 +123,79 @@ def test_a_server_whose_announcement_is_removed_announces_itself_again(tmp_path)
         assert until(lambda: server(tmp_path, "a")) == first
         pool.check()
     assert "a is announced again" in log_of(tmp_path) and announced_servers(tmp_path) == []
+
+
+def test_a_drained_server_finishes_its_requests_and_is_not_started_again(run) -> None:
+    r = run(max_staleness=0, **SETTINGS)
+    with fake_pool(r.path, "s0", "s1", delay=0.1) as pool:
+        pool.wait_ready()
+        client = r.start_controller()
+        drained = until(lambda: busy_server(r.path))
+        drain_server(r.path, drained.name)
+        until(lambda: f"{drained.name} was drained and has ended" in log_of(r.path))
+        assert not os.path.exists(f"/proc/{drained.pid}")
+        (other,) = announced_servers(r.path)
+        used = {0: groups(client.batch(0, 0, 1)[0])}
+        assert push(client, 1, "in_place").servers == [other]
+        batch, _ = client.batch(1, 0, 1)
+        assert_exact(batch)
+        used[1] = groups(batch)
+        push(client, 2, "in_place")
+        totals = client.finish()
+        assert [path.name for path in (r.path / "servers").iterdir()] == [f"{other.name}.json"]
+    assert totals["retries"] == 0, "a request had to move"
+    assert_store_matches(r, totals, used)
+    assert "started again" not in log_of(r.path)
+
+
+def test_a_hung_server_is_drained_without_its_requests(run) -> None:
+    r = run(max_staleness=0, **SETTINGS)
+    with fake_pool(r.path, "s0", "s1", delay=0.1) as pool:
+        pool.wait_ready()
+        client = r.start_controller()
+        hung = until(lambda: busy_server(r.path))
+        os.kill(hung.pid, signal.SIGSTOP)
+        drain_server(r.path, hung.name)
+        batch, _ = client.batch(0, 0, 1)
+        assert_exact(batch)
+        until(lambda: f"{hung.name} was drained and has ended" in log_of(r.path))
+        assert not os.path.exists(f"/proc/{hung.pid}")
+        pool.check()
+
+
+def busy_server(folder: Path) -> ServerInfo | None:
+    """Return a fake server that runs a request."""
+
+    def running(info: ServerInfo) -> int:
+        return json.loads(urlopen(f"{info.url}/model_info").read())["running"]
+
+    return next(filter(running, announced_servers(folder)), None)
+
+
+def test_a_pool_goes_on_while_others_have_servers(tmp_path) -> None:
+    with fake_pool(tmp_path, "a", max_restarts=0) as pool:
+        pool.wait_ready()
+        first = server(tmp_path, "a")
+        announce_server(tmp_path, replace(first, name="elsewhere"))
+        os.kill(first.pid, signal.SIGKILL)
+        until(lambda: "a is given up" in log_of(tmp_path))
+        time.sleep(0.2)
+        pool.check()
+
+
+def test_a_pool_of_drained_servers_ends_well(tmp_path) -> None:
+    pool = fake_pool(tmp_path, "a", "b")
+
+    async def test() -> None:
+        servers = asyncio.create_task(supervise_until_end(pool, tmp_path))
+        for name in "ab":
+            while not server(tmp_path, name):
+                await asyncio.sleep(0.05)
+            drain_server(tmp_path, name)
+        await asyncio.wait_for(servers, 20)
+
+    asyncio.run(test())
+    assert list((tmp_path / "servers").iterdir()) == []
 
 
 def test_servers_end_with_the_run_and_not_before(tmp_path) -> None:
