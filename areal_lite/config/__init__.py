@@ -14,11 +14,7 @@ from areal_lite.config.algo import (
     KLConfig,
     ShapingConfig,
 )
-from areal_lite.config.commands import (
-    TrainConfig,
-    command_names,
-    find_command,
-)
+from areal_lite.config.commands import TrainConfig, command_names, find_command
 from areal_lite.config.data import (
     DataConfig,
     EvalConfig,

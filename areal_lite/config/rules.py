@@ -11,11 +11,7 @@ from typing import Any, NamedTuple
 
 from areal_lite.config.algo import AlgoConfig
 from areal_lite.config.commands import TrainConfig
-from areal_lite.config.data import (
-    reference_folders,
-    sampling_of_evaluation,
-    source_configs,
-)
+from areal_lite.config.data import reference_folders, sampling_of_evaluation, source_configs
 from areal_lite.config.fields import keys_of
 from areal_lite.config.sections import (
     MAX_PROMPTS,

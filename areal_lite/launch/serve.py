@@ -36,12 +36,16 @@ def main(argv: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    from areal_lite.sglang_plugins.push import check_hooks
+
     load_plugins()
     if not sglang_plugins.installed:
         log.warning(
             "areal_lite's SGLang plugins are not installed here, and a push over NCCL would fail:"
-            " install areal_lite again (pip install -e .)"
+            " install areal_lite again"
         )
+    else:
+        check_hooks()
     try:
         run_server(prepare_server_args(argv))
     finally:

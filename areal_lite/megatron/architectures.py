@@ -86,9 +86,7 @@ ATTENTION: Mapping = {
     "self_attention.linear_qkv.weight": QKV(*(f"self_attn.{name}_proj.weight" for name in "qkv")),
     "self_attention.linear_proj.weight": RowParallel("self_attn.o_proj.weight"),
 }
-FUSED_QKV: Mapping = {
-    "self_attention.linear_qkv.weight": QKV("self_attn.qkv_proj.weight"),
-}
+FUSED_QKV: Mapping = {"self_attention.linear_qkv.weight": QKV("self_attn.qkv_proj.weight")}
 QKV_BIAS: Mapping = {
     "self_attention.linear_qkv.bias": QKV(*(f"self_attn.{name}_proj.bias" for name in "qkv"))
 }

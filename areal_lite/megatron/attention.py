@@ -25,10 +25,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor

@@ -37,7 +37,7 @@ class Operations:
         self._weight_passes = 2 if frozen else 3
         self._row = 2.0 * hf.hidden_size * hf.vocab_size if has_head else 0.0
         self._token = 2.0 * _weights_of_token(hf, folder)
-        # Of each pair of a token and one that it sees, by window, in all layers together.
+        # For each token and each token that it sees, by window, in all layers together.
         self._pair: Counter[int] = Counter()
         widths = query_dim(hf) + getattr(hf, "v_head_dim", head_dim(hf))
         for is_net, has_window in zip(model_folder.has_delta_net(hf), model_folder.has_window(hf)):

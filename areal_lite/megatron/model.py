@@ -250,11 +250,7 @@ def _build_chunk(
 
 
 def _layer_spec(
-    hf: PretrainedConfig,
-    config: TransformerConfig,
-    lora: LoraConfig,
-    delta: bool,
-    sparse: bool,
+    hf: PretrainedConfig, config: TransformerConfig, lora: LoraConfig, delta: bool, sparse: bool
 ) -> ModuleSpec:
     """Return Megatron's layer with our norms, attention or delta net, and dense MLP or experts.
 

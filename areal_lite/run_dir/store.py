@@ -217,10 +217,7 @@ class Store(RunReader):
         self._execute(f"UPDATE groups SET step = ? WHERE {finished}", (step, _ids(group_ids)))
 
     def use(
-        self,
-        group_ids: Sequence[int],
-        step: int,
-        draws: Sequence[Sequence[tuple[int, int]]] = (),
+        self, group_ids: Sequence[int], step: int, draws: Sequence[Sequence[tuple[int, int]]] = ()
     ) -> None:
         """Move groups from finished to used at `step`. Raises RuntimeError if one is not.
 

@@ -27,7 +27,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import cache
+from importlib import metadata
+from inspect import Parameter, signature
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -60,6 +63,7 @@ _COLLECT = (
 )
 # SGLang's own limit for a group. The trainer closes the store long before.
 _LIMIT = timedelta(minutes=30)
+_REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)  # a hook passes them on
 # How often to ask the trainer's store whether the group still lives, in seconds.
 _ASK_EVERY_S = 0.05
 empty_bucket: Callable[..., torch.Tensor] = torch.empty
@@ -77,6 +81,25 @@ def install() -> None:
     sglang_plugins.installed = True
     for target, hook in hooks().items():
         HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def check_hooks() -> None:
+    """Raise ValueError unless SGLang has each hooked function, with the parameters of its hook."""
+    for target, hook in hooks().items():
+        parameters = list(signature(hook).parameters.values())[1:]
+        known = [each.name for each in parameters if each.kind not in _REST]
+        try:
+            found = list(signature(resolve_name(target)).parameters)
+        except (ModuleNotFoundError, AttributeError):
+            found = None
+        same = found is not None and [name for name in found if name in known] == known
+        if not same or (len(known) == len(parameters) and found != known):
+            here = metadata.version("sglang")
+            (pin,) = (pin for pin in metadata.requires("areal-lite") or () if pin[:6] == "sglang")
+            raise ValueError(
+                f"SGLang {here} has {target} with the parameters {found}, and areal_lite hooks it "
+                f"with {known}: install {pin.partition(';')[0]}"
+            )
 
 
 def hooks() -> dict[str, Callable]:
@@ -138,11 +161,13 @@ def _leave_group(original: Callable, self: Any, group_name: str) -> tuple[bool, 
     return True, f"left weight group {group_name}"
 
 
-def _receive_weights(original: Callable, self: Any, **request: Any) -> Iterable[tuple[str, Any]]:
+def _receive_weights(
+    original: Callable, self: Any, *, group_name: str, **request: Any
+) -> Iterable[tuple[str, Any]]:
     """Receive one flattened bucket and return its weights by name. A failure ends the group."""
-    member = self._model_update_group.get(request["group_name"])
+    member = self._model_update_group.get(group_name)
     if not isinstance(member, GroupMember):
-        return original(self, **request)
+        return original(self, group_name=group_name, **request)
     door, _, scale = (request.get("load_format") or "").partition(":")
     try:
         tensors = receive_bucket(
@@ -152,7 +177,7 @@ def _receive_weights(original: Callable, self: Any, **request: Any) -> Iterable[
             return tensors
         return AdaptedWeights(tensors, self.model_config.model_path, float(scale))
     except Exception:
-        self._model_update_group.pop(request["group_name"]).abort()
+        self._model_update_group.pop(group_name).abort()
         raise
 
 

@@ -310,12 +310,7 @@ def _update_critic(
     def loss(values: Tensor, microbatch: Microbatch) -> LossOutput:
         tokens = flat.at(microbatch.token_index)
         return value_loss(
-            values,
-            tokens.values,
-            tokens.returns,
-            tokens.mask,
-            clip=_VALUE_CLIP,
-            denominator=count,
+            values, tokens.values, tokens.returns, tokens.mask, clip=_VALUE_CLIP, denominator=count
         )
 
     return critic.update(_microbatches(critic, batch, update.runs_on, None), loss)

@@ -457,11 +457,7 @@ class WorkerPool:
         self.template.end()
 
     async def call(
-        self,
-        body: Any,
-        name: str = "",
-        limit_s: float = math.inf,
-        answer: Answering | None = None,
+        self, body: Any, name: str = "", limit_s: float = math.inf, answer: Answering | None = None
     ) -> msgspec.Raw:
         """Return the result of a task, which may take `limit_s` in a concurrent worker.
 

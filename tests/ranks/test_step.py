@@ -499,7 +499,7 @@ def test_tokens_that_are_left_out_are_counted_with_the_reason(model):
 
 
 @pytest.mark.parametrize("prox, passes", [("recompute", 1), ("loglinear", 0)])
-def test_the_operations_of_a_step_are_those_of_its_passes(model, prox: str, passes: int) -> None:
+def test_a_step_counts_the_operations_of_its_passes(model, prox: str, passes: int) -> None:
     """A step of two updates; a proximal pass before it runs the second one's tokens again."""
     data = batch()
     data.rewards = (np.arange(data.num_sequences) % 2).astype(np.float32)  # all have a gradient

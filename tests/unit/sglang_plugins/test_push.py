@@ -1,7 +1,7 @@
 """The plugin changes SGLang's pauses, and nothing else."""
 
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -94,3 +94,34 @@ def test_triton_decodes_with_the_whole_window(monkeypatch, backend, size, kept) 
     context = SimpleNamespace(attention_backends=lambda: ("fa3", backend))
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
     assert push_plugin._see_whole_window(lambda model, config: size, "model", "config") == kept
+
+
+def two(original, self, first, second): ...
+def one_and_rest(original, *, second, **rest): ...
+def anything(original, *args, **named): ...
+
+
+@pytest.mark.parametrize(
+    "hook, found, fits",
+    [
+        (two, lambda self, first, second: 0, True),
+        (two, lambda self, second, first: 0, False),
+        (two, lambda self, first, second, third=0: 0, False),
+        (two, lambda self, first: 0, False),
+        (one_and_rest, lambda first, second, third: 0, True),
+        (one_and_rest, lambda first, third: 0, False),
+        (anything, lambda: 0, True),
+        (anything, None, False),
+    ],
+)
+def test_a_hook_wants_the_parameters_that_it_knows(monkeypatch, hook, found, fits: bool) -> None:
+    engine = ModuleType("engine")
+    if found:
+        engine.work = found
+    monkeypatch.setitem(sys.modules, "engine", engine)
+    monkeypatch.setattr(push_plugin, "hooks", lambda: {"engine.work": hook})
+    if fits:
+        push_plugin.check_hooks()
+    else:
+        with pytest.raises(ValueError, match=r"has engine\.work .* install sglang==0\.5\.\d+$"):
+            push_plugin.check_hooks()
