@@ -175,6 +175,30 @@ def test_async_in_place_push_in_flight(model, tmp_path, monkeypatch):
     assert f"steps [3] are profiled: {run.folder / 'profile'}" in run.console
 
 
+def test_a_broken_transport_ends_a_run_before_its_first_episode(model, tmp_path):
+    """Servers that cannot reach the trainer, as behind a firewall, refuse the first push."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "def unreachable(*_):\n"
+        "    raise OSError('no route to host')\n"
+        "if 'areal_lite.launch.serve' in sys.orig_argv:\n"
+        "    from areal_lite.sglang_plugins import weight_group\n"
+        "    weight_group.connect = unreachable\n"
+    )
+    folder, transport = tmp_path / "run", "sync.transport=distributed"
+    where = [f"model={model}", f"run_dir={folder}", transport]
+    command = [sys.executable, "-m", "areal_lite", "train", *where, *COMMON]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=350
+    )
+    assert done.returncode == 1
+    assert re.search(f"{transport} cannot bring version 0 to server-0: .*no route", done.stderr)
+    with closing(sqlite3.connect(folder / "trajectories.sqlite")) as store:
+        assert store.execute("SELECT count(*) FROM trajectories").fetchone() == (0,)
+    assert processes_of(folder) == []
+
+
 def test_two_servers_two_ranks_retract_by_disk_every_second_step(model, tmp_path):
     two = ["server.count=2", "trainer.data_parallel=2"]
     run = train(
