@@ -86,7 +86,7 @@ def _check_addition(config: TrainConfig, run_dir: Path) -> None:
         raw = read_regular(run_dir / CONTROLLER_FILE)
         controller = msgspec.json.decode(raw, type=Address)
     except (OSError, ValueError) as error:
-        raise ValueError(f"no run is going on in {run_dir}: start it first") from error
+        raise ValueError(f"run_dir={run_dir}: no run is going on there, start it first") from error
     host = config.server.host
     if controller.namespace != process_namespace() and host not in (NODE, "0.0.0.0"):
         raise ValueError(
@@ -126,7 +126,7 @@ def claim_numbers(logs: Path, first: int, count: int) -> list[int]:
 def _check_drain(run_dir: Path, name: str) -> None:
     """Check that a server can be drained. Raises ValueError."""
     names = [server.name for server in announced_servers(run_dir)]
-    if name not in names and not is_announced(run_dir, name, _DRAINING):
+    if name not in names + [server.name for server in announced_servers(run_dir, _DRAINING)]:
         there = ", ".join(names) or "none"
         raise ValueError(f"drain={name}: no such server of {run_dir}; there are {there}")
     if names == [name]:

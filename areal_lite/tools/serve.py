@@ -5,6 +5,7 @@ and later requests wait meanwhile, so every answer is of one checkpoint.
 """
 
 import json
+import os
 import shlex
 import shutil
 import socket
@@ -58,9 +59,9 @@ def check(config: ServeConfig) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
         try:
             probe.bind((listen_address(server.host), config.port))
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             where = f"server.host={server.host} port={config.port}"
-            raise ValueError(f"{where}: {error.strerror}; choose another port") from error
+            raise ValueError(f"{where}: {error}; choose other ones") from error
 
 
 def run(config: ServeConfig) -> int:
@@ -193,8 +194,8 @@ class Endpoint:
 
 def _run_of(config: ServeConfig) -> Path | None:
     """Return the run directory, if `model` is one. Raises ValueError."""
-    folder = Path(config.model)
-    return existing_run(folder) if (folder / CONFIG_FILE).is_file() else None
+    folder = Path(config.model)  # perhaps one that cannot be, such as of a name too long
+    return existing_run(folder) if os.path.isfile(folder / CONFIG_FILE) else None
 
 
 def _say(text: str) -> None:

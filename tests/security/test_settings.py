@@ -22,7 +22,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal_lite import cli
-from areal_lite.config import command_names, find_command, settings_of
+from areal_lite.config import (
+    TrainConfig,
+    command_names,
+    find_command,
+    save_config,
+    settings_of,
+)
 from areal_lite.config.command_line import compose_config, explain, one_line
 from areal_lite.config.fields import keys_of, sections
 from areal_lite.launch.preflight import check_config
@@ -63,7 +69,9 @@ def where(tmp_path_factory) -> dict[str, list[str]]:
     )
     needed |= {name: ["+task=addition", *both] for name in ("train", "slurm", "eval")}
     needed |= {"make-model": [f"out={folder}/out"], "quickstart": both[1:]}
-    needed |= {"generate": ["data.source=addition", *both]}
+    needed |= {"generate": ["data.source=addition", *both], "serve": both[:1]}
+    save_config(TrainConfig(model=str(folder)), folder / "going-on")
+    needed |= {"servers": [f"run_dir={folder}/going-on"]}
     return needed | {"sft": [*both, f"out={folder}/out"]}
 
 

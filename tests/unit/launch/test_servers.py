@@ -138,7 +138,7 @@ def test_a_drain_ends_when_the_server_is_gone(run_dir, monkeypatch, capsys):
 def test_servers_are_added_to_a_run_that_goes_on(run_dir):
     servers.check(ServersConfig(run_dir=str(run_dir), add=1))
     (run_dir / "controller.json").unlink()
-    assert f"no run is going on in {run_dir}: start it first" == refusal(run_dir, add=1)
+    assert refusal(run_dir, add=1) == f"run_dir={run_dir}: no run is going on there, start it first"
 
 
 def test_the_model_must_be_where_the_run_found_it(run_dir, tmp_path):
