@@ -24,16 +24,16 @@ def greedy(model: str, question: str) -> str:
     return tokenizer.decode(answer.tolist())
 
 
-def servers_of(model: str) -> list[str]:
-    """List the processes that serve the model."""
+def servers_of(scratch: Path) -> list[str]:
+    """List the servers that a command with this folder for temporary files has started."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            text = path.read_bytes().decode(errors="replace")
-        except OSError:  # it has ended
+            command, environment = ((folder / name).read_bytes() for name in ("cmdline", "environ"))
+        except OSError:  # it has ended, or is another user's
             continue
-        if "areal_lite.launch.serve" in text and model in text:
-            found.append(text)
+        if b"areal_lite.launch.serve" in command and f"TMPDIR={scratch}\0".encode() in environment:
+            found.append(command.decode(errors="replace"))
     return found
 
 
@@ -65,13 +65,13 @@ def test_lines_are_answered_and_the_server_is_stopped(tiny_model, tmp_path):
             answer = greedy(tiny_model, question)
             ended = len(Tokenizer(tiny_model).encode(answer)) < TOKENS
             read(process, answer + ("\n" if ended else " […]\n"))
-        assert servers_of(tiny_model)
+        assert servers_of(tmp_path)
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130, (tmp_path / "stderr").read_text()
     finally:
         process.kill()
         process.wait()
-    assert not servers_of(tiny_model)
+    assert not servers_of(tmp_path)
     assert not list(tmp_path.glob("areal_lite*"))
 
 
@@ -87,4 +87,4 @@ def test_given_prompts_are_answered_each_by_itself(tiny_model, tmp_path):
     assert done.returncode == 0, done.stderr
     first, second = (f"--- {question}\n{greedy(tiny_model, question)}" for question in QUESTIONS)
     assert done.stdout.startswith(first) and second in done.stdout
-    assert not servers_of(tiny_model)
+    assert not servers_of(tmp_path)

@@ -33,7 +33,9 @@ COMMANDS = [
     for language, body in BLOCKS
     if body.startswith("areal-lite ") and "module:name" not in body
 ]
-NAMES = re.findall(r"^\| `(areal_lite\.(?:rollout|rewards|workflows)\.\S+)`", TEXT, re.MULTILINE)
+NAMES = re.findall(
+    r"^\| `(areal_lite\.(?:rollout|rewards|workflows|environments)\.\S+)`", TEXT, re.MULTILINE
+)
 PROMPT = Prompt(prompt_id="p", tokens=[2], answer="4", text="2+2?")
 
 
@@ -86,7 +88,7 @@ def reward_and_text(tokenizer: Tokenizer, workflow, script: list[str]) -> tuple[
 def test_every_kind_has_its_code_and_its_command() -> None:
     agents = ["my_agent.py", "my_other_agent.py"]
     files = ["my_task.py", "my_tools.py", *agents, "my_workflow.py", "my_reward.py"]
-    assert list(CODE) == files and len(COMMANDS) == 4
+    assert list(CODE) == files and len(COMMANDS) == 5
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -104,6 +106,7 @@ def test_every_name_in_the_tables_can_be_loaded(name: str) -> None:
     arguments = {
         "MultiTurn": {"feedback": "my_task:feedback"},
         "Agent": {"agent": "my_agent:agent"},
+        "McpTools": {"servers": ["my_server"]},
     }.get(name.rpartition(":")[2], {})
     load_workflow(RolloutConfig(workflow=name, workflow_args=arguments))
 
@@ -135,7 +138,7 @@ def test_a_workflow_of_ones_own(tokenizer) -> None:
 
 
 def test_a_reward_of_ones_own() -> None:
-    reward = load_reward_function(config_of(COMMANDS[3]).reward.function)
+    reward = load_reward_function(config_of(COMMANDS[4]).reward.function)
     assert [reward("It is 4.", "4"), reward("It is 5.", "4")] == [1.0, 0.0]
 
 
