@@ -1,4 +1,4 @@
-"""How far drafts stay right while the policy changes: tokens a step by version lag.
+"""Measure how long drafts stay right while the policy changes: tokens a step by lag of version.
 
     python -m benchmarks.draft_lag RUN
 

@@ -1,4 +1,4 @@
-"""Whole asynchronous runs with a long tail of lengths, with and without drafts, in turn.
+"""Compare whole asynchronous runs with a long tail of lengths, with and without drafts.
 
     python -m benchmarks.draft_run MODEL [--at-once 8] [--steps 8] [--pairs 2] [--teach counter]
 

@@ -1,4 +1,4 @@
-"""Where the samples of a group go: to one server, to the least loaded each, or by `Fleet.place`.
+"""Compare ways to place a group: on one server, each sample on the least loaded, `Fleet.place`.
 
     python -m benchmarks.routing     # five minutes on one core
 

@@ -1,6 +1,6 @@
-"""`areal-lite train` and its settings, and how other commands are found.
+"""Define `areal-lite train` and `areal-lite servers`, and find the other commands.
 
-They are entry points of the group `areal_lite.commands`, each a `Command`.
+The others are entry points of the group `areal_lite.commands`, each a `Command`.
 """
 
 from dataclasses import dataclass, field

@@ -366,8 +366,8 @@ class Fleet:
     async def place(self, samples: int) -> list[ServerInfo]:
         """Reserve a server for each sample of a group.
 
-        Samples share the cache of their prompt on a server, so they stay together as long as they
-        at most double its load. Where groups are few, no server idles while another has a group.
+        Samples share the cache of their prompt on a server, so they stay together: a server takes
+        at most two more than it has. Where groups are few, no server idles beside a whole group.
         """
         servers: list[ServerInfo] = []
         while len(servers) < samples:

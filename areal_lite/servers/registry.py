@@ -119,7 +119,7 @@ def _file(run_dir: Path, name: str, kind: str = "json") -> Path:
 UNTRUSTED = -1
 """The version of a server whose weights are not known. It is stale until a push."""
 UNPUSHED = "unpushed"
-"""What a server of a run reports as its version before its first push."""
+"""The version that a server of a run reports before its first push."""
 
 
 def least_loaded(servers: Iterable[ServerInfo], load: Mapping[str, int]) -> ServerInfo | None:

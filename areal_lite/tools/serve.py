@@ -194,7 +194,7 @@ class Endpoint:
 
 def _run_of(config: ServeConfig) -> Path | None:
     """Return the run directory, if `model` is one. Raises ValueError."""
-    folder = Path(config.model)  # perhaps one that cannot be, such as of a name too long
+    folder = Path(config.model)  # it may be impossible, such as too long
     return existing_run(folder) if os.path.isfile(folder / CONFIG_FILE) else None
 
 

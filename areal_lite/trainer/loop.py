@@ -4,8 +4,8 @@
 
 * Step k starts from the weights of version k, the number of completed steps. The first k is that of
   the newest checkpoint, or 0.
-* Every `sync.every` steps, and after the last one, a push brings the weights to the servers. They
-  also get those of the first k, before they get a request.
+* Every `sync.every` steps, and after the last one, a push brings the weights to the servers.
+  A first one brings them the weights of the first k, before their first request.
 * The controller reopens admission when a push ends, so the work after it does not delay generation.
 * A requested stop ends the run after a step, with a checkpoint (areal_lite/run_dir/resume.py).
 """

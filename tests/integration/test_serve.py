@@ -1,4 +1,4 @@
-"""`areal-lite serve` as evaluators and curl use it: a real server, compared with transformers."""
+"""Use `areal-lite serve` as evaluators and curl do, and compare it with transformers."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`areal-lite servers` on a real run: it lists servers, adds one and drains another."""
+"""List, add and drain servers of a real run by `areal-lite servers`."""
 
 import json
 import os

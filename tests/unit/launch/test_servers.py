@@ -1,4 +1,4 @@
-"""`areal-lite servers`: what it lists, and what it refuses. Servers and controller are fakes."""
+"""Test what `areal-lite servers` lists and refuses. Servers and controller are fakes."""
 
 import asyncio
 from pathlib import Path
