@@ -112,12 +112,17 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-def check_common(run: Run, bound: int, pushes: tuple[int, ...] = (1, 2, 3, 4, 5)) -> None:
+def check_common(
+    run: Run, bound: int, pushes: tuple[int, ...] = (1, 2, 3, 4, 5), servers: int = 1
+) -> None:
     """Check what every run of five steps shows. `pushes` are the steps that end with a push."""
     assert [m["step"] for m in run.metrics] == [1, 2, 3, 4, 5]
     newest = [max((p for p in pushes if p <= step), default=0) for step in range(6)]
     assert [m["version"] for m in run.metrics] == newest[1:]
-    assert [m["server_lag"] for m in run.metrics] == [step - newest[step] for step in range(5)]
+    lags = [m["server_lag"] for m in run.metrics]
+    resynced = [step for step in range(5) if lags[step] != step - newest[step]]
+    assert all(lags[step] == 0 for step in resynced), lags
+    assert len(resynced) < servers, "only a server that started late brings a push of its own"
     assert run.summary["pushes"] == len(pushes) and run.summary["trajectories_lost"] == 0
     assert run.summary["max_staleness"] <= run.summary["staleness_bound"] == bound
     assert all(m["grad_norm"] > 0 and m["skipped"] == 0 for m in run.metrics)
@@ -211,7 +216,7 @@ def test_two_servers_two_ranks_retract_by_disk_every_second_step(model, tmp_path
         "eval.every=1",
         *two,
     )
-    check_common(run, bound=2, pushes=(2, 4, 5))
+    check_common(run, bound=2, pushes=(2, 4, 5), servers=2)
     evals = [json.loads(line) for line in (run.folder / "evals.jsonl").read_text().splitlines()]
     assert [e["version"] for e in evals] == [0, 2, 4, 5] and evals[-1]["versions"] == [5]
     assert run.summary["requests_drained"] == 0 and run.summary["multi_segment_share"] > 0
