@@ -22,7 +22,12 @@ from typing import Any, NamedTuple
 from areal_lite.clusters import ClusterConfig, SlurmConfig
 from areal_lite.launch.prepare import COMPLETE, write
 from areal_lite.launch.roles import rank_environment
-from areal_lite.run_dir.paths import CHECKPOINT_MARKER, CHECKPOINTS_DIR, SLURM_JOB_FILE
+from areal_lite.run_dir.paths import (
+    CHECKPOINT_MARKER,
+    CHECKPOINTS_DIR,
+    METRICS_FILE,
+    SLURM_JOB_FILE,
+)
 from areal_lite.run_dir.resume import lock_run_dir
 from areal_lite.system.network import LOOPBACK
 
@@ -194,6 +199,8 @@ def _variables(config: SlurmConfig, run_dir: Path, work_dir: Path) -> dict[str, 
         "rank_environment": " ".join(f"{k}={shlex.quote(v)}" for k, v in environment.items()),
         "checkpoints": CHECKPOINTS_DIR,
         "marker": CHECKPOINT_MARKER,
+        "metrics": METRICS_FILE,
+        "restarts": config.restart.max,
         "complete_status": COMPLETE,
         "requeue": cluster.chain == 1,
         "server_node": 0 if nodes.shared else nodes.trainer_nodes,

@@ -1,6 +1,7 @@
 """Messages between the trainer's ranks and the controller: msgpack over ZeroMQ, no pickle.
 
     request                        reply
+    Begin(step)                    Done, from a controller that has the state after `step` steps
     PullBatch(step, rank, world)   BatchReady, followed by the frames of this rank's TrainBatch; or
                                    Resync: push version `step` to the stale servers, and ask again
     StepDone(step)                 Done
@@ -58,6 +59,13 @@ class _Request(msgspec.Struct, frozen=True, tag=str.lower):
         return self.what.format(self)
 
 
+class Begin(_Request, frozen=True):
+    """Announce a trainer that starts from the checkpoint of `step`, before its other requests."""
+
+    what = "the controller to begin at step {0.step}"
+    step: int
+
+
 class PullBatch(_Request, frozen=True):
     """Ask for one rank's shard of the batch of `step`, after `resyncs` `Resync` replies."""
 
@@ -101,7 +109,7 @@ class Finish(_Request, frozen=True):
     what = "the totals of the run"
 
 
-Request = PullBatch | StepDone | BeginPush | Pushed | Evaluate | AwaitEvaluation | Finish
+Request = Begin | PullBatch | StepDone | BeginPush | Pushed | Evaluate | AwaitEvaluation | Finish
 
 
 class BatchReady(msgspec.Struct, tag=str.lower):
@@ -194,12 +202,17 @@ _HANDSHAKE_MS = 5000
 _LOG_EVERY = 1000
 
 
+class TrainerReplaced(Exception):
+    """A trainer began again, under a controller that has answered the one before it."""
+
+
 class MessageServer:
     """Answers requests by `handler`, many at the same time.
 
     * A message that cannot be decoded is dropped. A repeated request is handled once.
     * The caller hears of every error at once.
     * A ValueError or RuntimeError of the handler only fails its request, a StoreError excepted.
+    * TrainerReplaced ends `serve`, like `Finish`. The next controller answers the request.
     * Any other error also ends `serve`, for example a response that cannot be encoded.
     """
 
@@ -229,7 +242,7 @@ class MessageServer:
         # The newest reply to each client, with the id of its request. A batch in it is one that
         # the controller keeps anyway.
         self._sent: dict[bytes, tuple[int, list[Any]]] = {}
-        # Set once `Finish` was answered.
+        # Set once `Finish` was answered, or the trainer was replaced.
         self.finished = asyncio.Event()
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self._file = run_dir / CONTROLLER_FILE
@@ -281,6 +294,9 @@ class MessageServer:
         try:
             response, frames = await self._handler(request)
             await self._send(client, number, response, frames)  # may raise before it sends anything
+        except TrainerReplaced:
+            self.finished.set()
+            return
         except Exception as error:
             refuses = response is None and isinstance(error, ValueError | RuntimeError)
             if refuses:
@@ -388,6 +404,10 @@ class ControllerClient:
         response, frames = self._call_with_resyncs(ask, BatchReady, resync)
         return TrainBatch.from_frames(frames), response.info
 
+    def begin(self, step: int) -> None:
+        """Wait for a controller for a trainer that starts from `step`. Rank 0 alone calls it."""
+        self._call(Begin(step), Done)
+
     def step_done(self, step: int) -> None:
         """Report that `step` steps are complete and that no push follows the last one."""
         self._call(StepDone(step), Done)
@@ -471,7 +491,7 @@ class ControllerClient:
     def _successor(self, request: Request) -> Address | None:
         """Return the address of the controller that took the place of this one, if there is one.
 
-        Raises RuntimeError if it continues another trainer's run.
+        Raises RuntimeError if it answers another trainer.
         """
         address = None
         with suppress(FileNotFoundError):
@@ -479,7 +499,7 @@ class ControllerClient:
         if address is None or address.key == self._address.key:
             self._check_alive(request)
             return None
-        if not address.takes_over:
+        if not address.takes_over and not isinstance(request, Begin):
             raise RuntimeError(
                 f"the controller was started anew while the trainer waited for {request}: start "
                 "the trainer again, too"

@@ -9,10 +9,13 @@
 * A group becomes used when the end of its step is recorded, with a push or without one.
 * An error in any part ends the process, and every open request gets its message.
 
-`python -m areal_lite.controller.service RUN_DIR [trainer-runs]` reads `<run_dir>/config.yaml`,
-finds the servers by their announcements in the run directory, and answers the trainer
-(protocol.py) until `Finish`, an error or SIGTERM, which is then its exit status. With
-`trainer-runs` it takes the place of a controller that was killed (batches.py).
+`python -m areal_lite.controller.service RUN_DIR` reads `<run_dir>/config.yaml`, finds the servers
+by their announcements in the run directory, and answers the trainer (protocol.py) until `Finish`,
+an error or SIGTERM, which is then its exit status.
+
+Either side may be started again alone. A controller that finds a trainer begun takes the place of
+one that was killed (batches.py). A trainer that begins under a controller which has answered
+another one makes that start anew, from the checkpoint.
 """
 
 import asyncio
@@ -41,13 +44,14 @@ from areal_lite.controller.sources import Dependencies, Quarantine, longest_wait
 from areal_lite.data.prompts import load_eval_sets
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase, write_status
-from areal_lite.run_dir.paths import CONTROLLER_STATUS_FILE, STORE_FILE
-from areal_lite.run_dir.resume import TRAINER_RUNS, lock_controller, needed_since, start_version
+from areal_lite.run_dir.paths import CONTROLLER_STATUS_FILE, STORE_FILE, TRAINER_FILE
+from areal_lite.run_dir.resume import lock_controller, needed_since, start_version
 from areal_lite.run_dir.store import Store, StoreThread
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo, announced_servers, mark_unhealthy
 from areal_lite.system import heartbeat
+from areal_lite.system.files import write_json
 from areal_lite.system.network import LOOPBACK, NODE, allow_many_connections, listen_address
 from areal_lite.system.processes import die_with_parent, run_role, steady_time
 from areal_lite.trajectory import InterruptMode
@@ -151,8 +155,9 @@ class Controller:
         self._generation: asyncio.Task[None] | None = None
         self._saved_totals: dict[str, int] = {}
         self._resumes = False
-        # Whether this controller replaces a killed one, while the trainer runs on.
+        # Whether a trainer has begun, perhaps under a controller that this one replaces.
         self._trainer_runs = False
+        self.trainer_replaced = False
 
     def recover(self, store: Store, step: int, trainer_runs: bool = False) -> None:
         """Resume after `step` steps with the content of `store`, which may be empty.
@@ -190,6 +195,9 @@ class Controller:
     async def handle(self, request: protocol.Request) -> protocol.Answer:
         """Answer one request of a trainer rank. Raises ValueError or RuntimeError to refuse it."""
         match request:
+            case protocol.Begin(step):
+                self._begin(step)
+                return protocol.Done(), ()
             case protocol.PullBatch():
                 return await self.batches.pull(request)
             case protocol.StepDone(step):
@@ -206,6 +214,22 @@ class Controller:
                 return await self.evaluator.await_last(resyncs), ()
             case protocol.Finish():
                 return protocol.Facts(await self._finish()), ()
+
+    def _begin(self, step: int) -> None:
+        """Answer the trainer that begins at `step` from now on, and no other."""
+        trainer = Path(self.config.run_dir) / TRAINER_FILE
+        if self._trainer_runs:
+            log.warning("a trainer began again at step %d: the controller starts anew", step)
+            trainer.unlink(missing_ok=True)
+            self.trainer_replaced = True
+            raise protocol.TrainerReplaced
+        if step != self.batches.step:
+            raise ValueError(
+                f"the trainer begins at step {step} and the controller at step "
+                f"{self.batches.step}: start the trainer again"
+            )
+        write_json(trainer, {"step": step})
+        self._trainer_runs = True
 
     async def _begin_push(self, version: int) -> protocol.PushTargets:
         """Start a push.
@@ -353,9 +377,13 @@ def status_line(status: ControllerStatus) -> str:
     )
 
 
-async def serve(run_dir: Path, trainer_runs: bool = False) -> None:
-    """Run the controller until `Finish`. SIGTERM cancels it. Raises the error of any part."""
+async def serve(run_dir: Path) -> bool:
+    """Run the controller until `Finish`, or until another trainer begins: then return True.
+
+    SIGTERM cancels it. Raises the error of any part.
+    """
     config = load_config(run_dir)
+    trainer_runs = takes_over(config, run_dir)
     async with open_sources(config, run_dir) as sources:
         store = Store(run_dir / STORE_FILE)
         store_thread = StoreThread(store)
@@ -381,7 +409,8 @@ async def serve(run_dir: Path, trainer_runs: bool = False) -> None:
             controller.recover(store, start_version(run_dir), trainer_runs)
             status = _publish_status(controller, run_dir)
             await protocol.run_until(server.finished, controller.run(), server.serve(), status)
-            last_words = "the controller has stopped"
+            last_words = "" if controller.trainer_replaced else "the controller has stopped"
+            return controller.trainer_replaced
         except BaseExceptionGroup as group:
             error: BaseException = group
             while isinstance(error, BaseExceptionGroup):
@@ -393,6 +422,12 @@ async def serve(run_dir: Path, trainer_runs: bool = False) -> None:
             await client.close()
             await store_thread.close()
             (run_dir / CONTROLLER_STATUS_FILE).unlink(missing_ok=True)
+
+
+def takes_over(config: TrainConfig, run_dir: Path) -> bool:
+    """Return whether the controller goes on where one that was killed has left a trainer."""
+    # The batches of a replay buffer are not recorded before the end of their step.
+    return (run_dir / TRAINER_FILE).exists() and not config.buffer.replay.capacity
 
 
 async def _publish_status(controller: Controller, run_dir: Path) -> None:
@@ -421,7 +456,9 @@ def main() -> int:
 
     def work(run_dir: Path) -> None:
         with lock_controller(run_dir), suppress(asyncio.CancelledError):
-            return uvloop.run(serve(run_dir, trainer_runs=sys.argv[2:] == [TRAINER_RUNS]))
+            while uvloop.run(serve(run_dir)):
+                pass
+            return
         # It stopped in good order, but before the trainer's `Finish`: status 0 would be a success.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTERM)

@@ -467,7 +467,7 @@ class Restarts:
         restart = self._decide(failed)
         resume.remove_files(self._run_dir, resume.CONTROLLER_FILES)
         self._wait(failed, restart, "the controller starts again under the running trainer")
-        return roles.start_module("controller", CONTROLLER, resume.TRAINER_RUNS)
+        return roles.start_module("controller", CONTROLLER)
 
     def _decide(self, failed: ProcessFailed) -> Restart:
         self._record(failed)

@@ -25,6 +25,7 @@ PROFILE_DIR = "profile"  # what the steps that AREAL_LITE_PROFILE names did, and
 HEARTBEATS_DIR = "heartbeats"  # ROLE: the phase of a process
 SERVERS_DIR = "servers"  # NAME.json: a running server; .unhealthy: to replace; .draining: to end
 CONTROLLER_FILE = "controller.json"  # address of the controller
+TRAINER_FILE = "trainer.json"  # the step from which the trainer that runs has begun
 CONTROLLER_STATUS_FILE = "controller_status.json"  # what the controller has and waits for
 TOTALS_FILE = "controller_totals.json"  # what the controller counted, written when it ends
 QUARANTINE_FILE = "quarantine.json"  # prompts that are not asked again, and why

@@ -136,7 +136,7 @@ class StoredRunController:
                 return protocol.BatchReady(info), assignment.shards[rank].to_frames()
             case protocol.BeginPush():
                 return protocol.PushTargets([]), ()
-            case protocol.StepDone() | protocol.Pushed():
+            case protocol.Begin() | protocol.StepDone() | protocol.Pushed():
                 return protocol.Done(), ()
             case protocol.Finish():
                 lost = self._store.missing_trajectories()

@@ -88,7 +88,7 @@ class TrainingRun:
             every=config.sync.every, eval_every=config.eval.every, steps=trainer.steps
         )
         self.start = self.done = self.pushed = self.checkpoints.resume()
-        self.controller = ControllerClient(run_dir, patience_s(config))
+        self.controller = self._join_controller()
         self.reporter = None
         if dist.get_rank() == 0:
             self.reporter = Reporter(config, run_dir, self.controller, self.start, self.cadence)
@@ -164,6 +164,19 @@ class TrainingRun:
         if self.reporter:
             self.reporter.finish()
         shutdown()
+
+    def _join_controller(self) -> ControllerClient:
+        """Return this rank's client of the controller that answers this trainer.
+
+        An earlier one may still answer until rank 0 has told it that another trainer begins.
+        """
+        seconds = patience_s(self.config)
+        client = None
+        if dist.get_rank() == 0:
+            client = ControllerClient(self.run_dir, seconds)
+            client.begin(self.start)
+        dist.barrier()
+        return client or ControllerClient(self.run_dir, seconds)
 
     def _pull(self, step: int) -> tuple[TrainBatch, dict[str, Any]]:
         """Wait for this rank's shard of the batch; push to servers that start meanwhile."""

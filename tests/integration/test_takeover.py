@@ -1,4 +1,4 @@
-"""A controller that is killed under a trainer which goes on: the next one takes its place.
+"""A controller or a trainer that is killed while the other one goes on.
 
 The controllers are real, the servers are fake and the trainer's two ranks are scripted.
 """
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.controller.protocol import ControllerClient
-from areal_lite.run_dir.resume import TRAINER_RUNS
+from areal_lite.config import load_config, save_config
+from areal_lite.run_dir.paths import CHECKPOINT_MARKER, CHECKPOINTS_DIR
 from areal_lite.train_batch import TrainBatch
 from tests.integration.controller_run import (
     GROUPS,
@@ -43,16 +43,24 @@ def replace_controller(run: Run) -> None:
     controller = run.processes["controller"]
     controller.send_signal(signal.SIGKILL)
     controller.wait()
-    run.start("controller", "-m", "areal_lite.controller.service", str(run.path), TRAINER_RUNS)
+    run.start("controller", "-m", "areal_lite.controller.service", str(run.path))
 
 
 class Ranks:
     """Two ranks of a trainer. Rank 0 pushes; the other one only takes part in a resync."""
 
     def __init__(self, run: Run):
-        self.clients = [run.start_controller(), run.client()]
-        self.resyncs: list[list[int]] = [[], []]
+        run.start_controller()
         self.used: dict[int, list[int]] = {}
+        self.begin(run, 0)
+
+    def begin(self, run: Run, step: int) -> None:
+        """Start at `step`, as new processes do."""
+        self.clients = [run.client()]
+        self.clients[0].begin(step)
+        self.clients.append(run.client())
+        self.resyncs: list[list[int]] = [[], []]
+        self.used = {before: groups for before, groups in self.used.items() if before < step}
 
     def pull(self, step: int, rank: int) -> TrainBatch:
         def resync() -> None:
@@ -183,6 +191,7 @@ def test_an_evaluation_that_was_running_is_made_again(start) -> None:
     run = start(max_staleness=ETA, trainer__steps=20, eval__problems=40)
     run.start_server(delay=0.01)
     client = run.start_controller()
+    client.begin(0)
     client.batch(0, 0, 1), push(client, 1, "in_place")
     with ThreadPoolExecutor(1) as thread:
         evaluation = thread.submit(run.client().evaluate, 1)
@@ -193,11 +202,47 @@ def test_an_evaluation_that_was_running_is_made_again(start) -> None:
 
 
 def test_a_controller_that_starts_anew_does_not_answer_this_trainer(start) -> None:
+    """It cannot take over: a replay buffer's batches are not recorded before their step ends."""
     run = start(max_staleness=ETA, trainer__steps=20)
     run.start_server()
-    client: ControllerClient = run.start_controller()
-    client.batch(0, 0, 1)
-    run.processes["controller"].kill(), run.processes["controller"].wait()
-    run.start_controller()
+    ranks = Ranks(run)
+    ranks.pull(0, 0)
+    config = load_config(run.path)
+    config.buffer.replay.capacity = 10
+    save_config(config, run.path)
+    replace_controller(run)
     with pytest.raises(RuntimeError, match="started anew while the trainer waited for"):
-        client.begin_push(1)
+        ranks.clients[0].begin_push(1)
+    ranks.begin(run, 0)
+
+
+@pytest.mark.parametrize("dies", ["the trainer", "both", "the trainer in a push"])
+@pytest.mark.parametrize("saved", [0, 2])
+@pytest.mark.timeout(120)
+def test_a_trainer_that_is_started_again_goes_on_from_its_checkpoint(start, dies, saved) -> None:
+    run = start(max_staleness=ETA, trainer__steps=20)
+    run.start_server(delay=0.003)
+    ranks = Ranks(run)
+    for step in range(4):
+        if saved and step == saved:
+            marker = run.path / CHECKPOINTS_DIR / f"step-{saved}" / CHECKPOINT_MARKER
+            marker.parent.mkdir(parents=True), marker.touch()
+        ranks.pull_both(step), end_step(ranks.clients[0], step + 1, 1, "in_place")
+    ranks.pull(4, 1)
+    if dies == "the trainer in a push":
+        ranks.clients[0].begin_push(5)
+    if dies == "both":
+        replace_controller(run)
+    ranks.begin(run, saved)
+    for step in range(saved, 6):
+        ranks.pull_both(step), end_step(ranks.clients[0], step + 1, 1, "in_place")
+    ranks.finish(run)
+    assert f"a trainer began again at step {saved}" in run.log()
+
+
+def test_a_trainer_whose_checkpoint_is_older_than_the_controllers_is_refused(start) -> None:
+    run = start(max_staleness=ETA, trainer__steps=20)
+    marker = run.path / CHECKPOINTS_DIR / "step-2" / CHECKPOINT_MARKER
+    marker.parent.mkdir(parents=True), marker.touch()
+    with pytest.raises(RuntimeError, match="trainer begins at step 1 and the controller at step 2"):
+        run.start_controller().begin(1)

@@ -148,6 +148,39 @@ def test_a_failed_job_is_requeued_if_it_saved_a_checkpoint(tmp_path, new_checkpo
     assert (tmp_path / "requeued").exists() == new_checkpoint
 
 
+@pytest.mark.parametrize("role", ["trainer.loop", "controller"])
+@pytest.mark.parametrize("failures, status", [(1, 0), (2, 0), (3, 4)])
+def test_a_role_that_fails_after_a_step_is_started_again(tmp_path, role, failures, status):
+    """The job allows two restarts."""
+    run = tmp_path / "run"
+    run.mkdir()
+    made = config(2, 8, 8)
+    made.restart.max = 2
+    fails = f'echo >> {run}/metrics.jsonl; [ "$(wc -l < {run}/metrics.jsonl)" -le {failures} ]'
+    ends = f"until [ -e {tmp_path}/done ]; do sleep 0.02; done; exit 0"
+    srun = (
+        '[[ "$*" == *prepare* ]] && exit 0\n'
+        f'[[ "$*" == *{role}* ]] && {{ {fails} && exit 4; touch {tmp_path}/done; exit 0; }}\n'
+        f'[[ "$*" == *launch.server_pool* ]] && sleep 1 || {{ {ends}; }}'
+    )
+    stays = f"trap 'touch {tmp_path}/done' EXIT\n"
+    assert run_by_bash(stays + render(made, run, WORK), tmp_path, srun) == status
+    assert len((run / "metrics.jsonl").read_text()) == min(failures + 1, 3)
+
+
+@pytest.mark.parametrize("reason", ["no step", "stopped"])
+def test_a_role_is_not_started_again_in_vain(tmp_path, reason):
+    run = tmp_path / "run"
+    run.mkdir()
+    stops = f"echo >> {run}/metrics.jsonl; touch {run}/stop" if reason == "stopped" else "true"
+    srun = (
+        '[[ "$*" == *prepare* ]] && exit 0\n'
+        f'[[ "$*" == *trainer.loop* ]] && {{ echo >> {run}/starts; {stops}; exit 5; }}\nsleep 1'
+    )
+    assert run_by_bash(render(config(2, 8, 8, chain=2), run, WORK), tmp_path, srun) == 5
+    assert (run / "starts").read_text() == "\n"
+
+
 @pytest.mark.parametrize(
     "bad, message",
     [

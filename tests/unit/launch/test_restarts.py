@@ -14,7 +14,7 @@ from areal_lite.launch import local as module
 from areal_lite.launch.local import RESTARTS_LOG as LOG
 from areal_lite.launch.local import Restarts
 from areal_lite.launch.roles import ProcessFailed, RoleFailed, Roles
-from areal_lite.run_dir.resume import TRAINER_RUNS, write_manifest
+from areal_lite.run_dir.resume import write_manifest
 from areal_lite.system.processes import log_entry
 
 STEPS = 9
@@ -123,7 +123,7 @@ def test_a_killed_controller_starts_again_alone(tmp_path, slept) -> None:
         forget=lambda role: None, start_module=lambda *words: started.append(words)
     )
     restarts.replace_controller(failed, roles)
-    assert slept == [1.0] and started == [("controller", module.CONTROLLER, TRAINER_RUNS)]
+    assert slept == [1.0] and started == [("controller", module.CONTROLLER)]
     assert [(tmp_path / name).exists() for name in (*gone, *stay)] == [False] * 2 + [True] * 3
     for _ in range(4):
         restarts.replace_controller(failed, roles)
