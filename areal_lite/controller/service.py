@@ -432,6 +432,7 @@ def takes_over(config: TrainConfig, run_dir: Path) -> bool:
 
 async def _publish_status(controller: Controller, run_dir: Path) -> None:
     """Publish the controller's status: to its file every second, to the log every ten."""
+    heartbeat.limit(controller.config.restart.hang_timeout_s)
     heartbeat.enter("answering the trainer")
     for number in itertools.count(1):
         await asyncio.sleep(_STATUS_INTERVAL_S)

@@ -172,7 +172,8 @@ class TrainingRun:
         """
         seconds = patience_s(self.config)
         client = None
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0:  # it takes part in all that the other ranks do
+            heartbeat.limit(self.config.restart.hang_timeout_s)
             client = ControllerClient(self.run_dir, seconds)
             client.begin(self.start)
         dist.barrier()

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from areal_lite.launch import local as watchdog
 from areal_lite.launch.local import ProcessState, Watchdog, find_hang
 from areal_lite.launch.roles import ProcessFailed, Role, Roles
+from areal_lite.system.heartbeat import ENV_HEARTBEAT
 
 BUSY = """
 import sys, threading, time
@@ -88,6 +90,26 @@ def test_a_deadlock_is_found_its_stack_logged_and_the_process_killed(tmp_path: P
     assert failed.what.startswith("trainer hangs: it gave no heartbeat for ")
     assert failed.what.endswith("its phase: training step 3")
     assert "in blocked" in blocked.output() and "in blocked" in str(failed)
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+@pytest.mark.parametrize("kind", ["busy", "blocked"])
+def test_without_a_supervisor_a_process_ends_itself(tmp_path, kind: str, supervised: bool) -> None:
+    code = BUSY.replace("heartbeat.enter", "heartbeat.limit(3.0)\nheartbeat.enter")
+    file = {ENV_HEARTBEAT: str(tmp_path / "beat")} if supervised else {}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, kind], env=os.environ | file, stderr=subprocess.PIPE
+    )
+    try:
+        if kind == "blocked" and not supervised:
+            assert process.wait(30) == 1
+            assert process.stderr and b"in blocked" in process.stderr.read()
+        else:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(6)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_stopped_process_is_found_long_before(tmp_path: Path) -> None:
