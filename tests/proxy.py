@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 Address = tuple[str, int]
-_RESET_AT_CLOSE = struct.pack("ii", 1, 0)
+RESET_AT_CLOSE = struct.pack("ii", 1, 0)
 
 
 class Proxy:
@@ -64,7 +64,7 @@ class Proxy:
         for writer in writers:
             with suppress(OSError):
                 writer.get_extra_info("socket").setsockopt(
-                    socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE
+                    socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE
                 )
             writer.transport.abort()
         return len(writers) // 2
@@ -88,11 +88,13 @@ class Proxy:
                 one.close()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward what comes, in order, until one side ends the connection."""
-        with suppress(OSError):
+        """Forward what comes, in order, until one side ends or resets the connection."""
+        try:
             while data := await reader.read(1 << 16):
                 if self._delay_s:
                     await asyncio.sleep(self._delay_s)
                 writer.write(data)
                 await writer.drain()
             writer.write_eof()
+        except OSError:
+            writer.transport.abort()  # a process that is killed resets its connections

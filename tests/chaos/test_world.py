@@ -13,6 +13,7 @@ from contextlib import closing, suppress
 import pytest
 
 from tests.chaos.world import World
+from tests.proxy import RESET_AT_CLOSE, Proxy
 
 ROLES = ["areal_lite.controller.service", "areal_lite.trainer.loop"]
 SUPERVISOR = ["areal_lite", "train"]
@@ -125,3 +126,14 @@ def test_connections_of_roles_are_cut_and_slow(world, ask) -> None:
         world.slow(True)
         began, _, _, ended = eval(ask(trip, ROLES[0]))
         assert ended - began >= 0.2
+
+
+def test_a_reset_passes_through_the_proxy() -> None:
+    """A process that is killed with unread data resets its connections."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        with closing(Proxy(lambda _: server.getsockname())) as proxy:
+            with socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as client:
+                accepted, _ = server.accept()
+                accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)
+                accepted.close()
+                assert client.recv(1) == b""
