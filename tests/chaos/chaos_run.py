@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from tests.chaos.schedule import (
     STOP,
     SUPERVISOR,
     TRAINER,
+    WORKER,
     Fault,
 )
 from tests.chaos.world import World
@@ -46,7 +47,11 @@ _DISK_FAILS = (
     "readonly database",
     "unable to open database file",
 )
-_MODULES = {CONTROLLER: "areal_lite.controller.service", TRAINER: "areal_lite.trainer.loop"}
+_MODULES = {
+    CONTROLLER: "areal_lite.controller.service",
+    TRAINER: "areal_lite.trainer.loop",
+    WORKER: "areal_lite.rollout.worker",
+}
 _SETTINGS = [
     "resume=auto",
     "reward.function=tests.integration.toy_reward:share_of_letters",
@@ -77,12 +82,15 @@ class ChaosRun:
         model: a Hugging Face checkpoint folder.
         steps: training steps.
         transport: that of the weights.
+        own: settings in place of those above.
     """
 
-    def __init__(self, folder: Path, model: str, steps: int, transport: str):
+    def __init__(
+        self, folder: Path, model: str, steps: int, transport: str, own: Sequence[str] = ()
+    ):
         self.folder = folder
         settings = [f"model={model}", f"run_dir={folder}", f"trainer.steps={steps}", *_SETTINGS]
-        settings.append(f"sync.transport={transport}")
+        settings += [f"sync.transport={transport}", *own]
         self._command = [sys.executable, "-m", "areal_lite", "train", "+task=addition", *settings]
         self._output = folder.with_suffix(".output")
         self._seen = 0
@@ -108,25 +116,32 @@ class ChaosRun:
                 start_new_session=True,
             )
 
-    def strike(self, fault: Fault) -> None:
-        """Wait until it is time for a fault and it has a victim, and let it happen."""
+    def strike(self, fault: Fault) -> float:
+        """Wait until it is time for a fault and it has a victim, and let it happen.
+
+        Returns the wall-clock time of the fault.
+        """
         while self._newest_step() < fault.step:
-            self._pause()
+            self.pause()
         if fault.kind in OF_THE_WORLD:
             if fault.in_push:
                 self._await_push()
-            return self._worsen(fault)
+            at = time.time()
+            self._worsen(fault)
+            return at
         while True:
             victim = self._await_victim(fault)
             self._note_sessions()
             if fault.in_push:
                 self._await_push()
             if victim.is_running():
-                return self._hit(victim, fault)
+                at = time.time()
+                self._hit(victim, fault)
+                return at
 
     def _await_victim(self, fault: Fault) -> psutil.Process:
         while (victim := self._find(fault)) is None:
-            self._pause()
+            self.pause()
         return victim
 
     def _await_push(self) -> None:
@@ -136,7 +151,7 @@ class ChaosRun:
             newest = heartbeat.read(self.folder / HEARTBEATS_DIR / TRAINER)
             if newest and newest[0].startswith("pushing"):
                 return
-            self._pause(0.005)
+            self.pause(0.005)
 
     def _hit(self, victim: psutil.Process, fault: Fault) -> None:
         if fault.kind.action == STOP:
@@ -225,7 +240,7 @@ class ChaosRun:
             self._note_sessions()
         return step
 
-    def _pause(self, seconds: float = 0.05) -> None:
+    def pause(self, seconds: float = 0.05) -> None:
         """Wait before the next look at the run, which ends only if its disk fails."""
         if self._process.poll() is not None:
             assert self._disk_failed, self.output()
@@ -253,6 +268,8 @@ class ChaosRun:
                 return family[0] if len(family) > 1 else None
             if module := _MODULES.get(target):
                 found = [one for one in self._family() if module in one.cmdline()]
+                if target == WORKER:  # the last of a template, a keeper and the worker itself
+                    found = [one for one in found if not one.children()]
                 return found[0] if found else None
             # A server that was never announced may not die: that would be a wrong setting.
             servers = announced_servers(self.folder)

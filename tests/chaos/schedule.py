@@ -10,6 +10,8 @@ CUT, SLOW, FILL, LOCK, JUMP = "cut", "slow", "fill", "write-protect", "jump"
 """Connections are reset or slow; the disk is full or read-only; the wall clock moves."""
 
 SUPERVISOR, CONTROLLER, TRAINER = "supervisor", "controller", "trainer"
+WORKER = "worker"
+"""A process that plays episodes. No schedule has it: what it plays may end without a reward."""
 SERVER, SCHEDULER, DETOKENIZER = "server", "scheduler", "detokenizer"
 SERVER_PARTS = (SERVER, SCHEDULER, DETOKENIZER)
 TARGETS = (SUPERVISOR, CONTROLLER, TRAINER, *SERVER_PARTS)
