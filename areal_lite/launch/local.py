@@ -285,6 +285,7 @@ class Failure:
     """The end of a process, and with it of all processes of controller and trainer."""
 
     at_s: float  # when it was noticed, in seconds of any clock
+    group: str  # controller or trainer
     error: str | None = None  # identifies the error that it reported; None: it was killed or hung
     progressed: bool = False  # it completed a training step, and steps are left
 
@@ -300,7 +301,8 @@ class Restart:
 def decide(failures: list[Failure], most: int) -> Restart | str:
     """Return the restart after the last of all `failures` of this run, or why the run ends.
 
-    The wait before a restart grows with each start that made no progress. `most`: `restart.max`.
+    The wait before a restart grows with failures of one kind without progress between them.
+    `most`: `restart.max`.
     """
     last = failures[-1]
     recent = [one for one in failures if last.at_s - one.at_s <= _WINDOW_S]
@@ -315,8 +317,9 @@ def decide(failures: list[Failure], most: int) -> Restart | str:
         return "the same error came twice: another start would fail like this one"
     if len(recent) > most:
         return f"there were {most} restarts within an hour (restart.max)"
-    in_vain = len(list(takewhile(lambda one: not one.progressed, reversed(recent))))
-    return Restart(back_off_s(max(in_vain, 1)), len(recent))
+    in_vain = takewhile(lambda one: not one.progressed, reversed(recent))
+    alike = sum((one.group, one.error) == (last.group, last.error) for one in in_vain)
+    return Restart(back_off_s(alike), len(recent))
 
 
 def error_identity(log: str) -> str:
@@ -488,6 +491,7 @@ class Restarts:
         reported = (failed.role.process.poll() or 0) > 0
         failure = Failure(
             at_s=time.monotonic(),
+            group=failed.role.name.partition("-")[0],
             error=error_identity(failed.role.output()) if reported else None,
             progressed=steps > self.start and is_left,
         )

@@ -83,6 +83,8 @@ _GRACE_S = 3.0
 _NOTICE_S = 3.0
 # Failures before a server was ready for this long do not count.
 _STEADY_S = 3600.0
+# A server that was ready for this long starts again at once.
+_WORKED_S = 30.0
 
 
 def server_command(
@@ -305,17 +307,18 @@ class ServerPool:
 
     async def _supervise(self, name: str) -> None:
         """Run one server, process after process, until its restarts are used up."""
-        restarts = 0
+        restarts = in_vain = 0
         while True:
             if (reason := await self._run_once(name)) is None:
                 self._drained.add(name)
                 return self._log(f"{name} was drained and has ended")
-            ready_at = self._ready_at.pop(name, math.inf)
-            restarts = 1 if time.monotonic() - ready_at >= _STEADY_S else restarts + 1
+            ready_s = time.monotonic() - self._ready_at.pop(name, math.inf)
+            restarts = 1 if ready_s >= _STEADY_S else restarts + 1
+            in_vain = 1 if ready_s >= _WORKED_S else in_vain + 1
             if restarts > self._max_restarts:
                 self._log(f"{name} is given up after {self._max_restarts} restarts: {reason}")
                 return
-            delay_s = back_off_s(restarts)
+            delay_s = back_off_s(in_vain)
             attempt = f"restart {restarts} of {self._max_restarts}"
             self._log(f"{name} is started again in {delay_s:g} s ({attempt}): {reason}")
             await asyncio.sleep(delay_s)

@@ -137,6 +137,6 @@ def steady_time() -> float:
     return _START_S + time.monotonic()
 
 
-def back_off_s(restarts: int) -> float:
-    """Return the wait before the `restarts`-th restart, in seconds: 1, 2, 4 and so on."""
-    return min(2.0 ** min(restarts - 1, 6), LONGEST_BACK_OFF_S)
+def back_off_s(failures: int) -> float:
+    """Return the wait after so many failures in a row, in seconds: 0, 1, 2, 4 and so on."""
+    return min(2.0 ** min(failures - 2, 6), LONGEST_BACK_OFF_S) if failures > 1 else 0.0

@@ -123,10 +123,10 @@ def test_a_killed_controller_and_a_stopped_trainer_start_again(
     assert wrong_with(folder) == {}
     restarts = (folder / "logs" / LOG).read_text()
     assert (
-        "the controller starts again under the running trainer in 1 s (restart 1 of 5 within "
+        "the controller starts again under the running trainer in 0 s (restart 1 of 5 within "
         f"an hour): controller {ending(-number)}"
     ) in restarts
-    assert "from step 4 in 1 s (restart 2 of 5" in restarts
+    assert "from step 4 in 0 s (restart 2 of 5" in restarts
     assert "trainer hangs: it has been stopped by a signal (SIGSTOP)" in restarts
     found = {finding.name: finding.evidence for finding in diagnose(read_history(folder))}
     assert "restarts: 2; " in found["restarted"] and "SIGSTOP" in found["restarted"]

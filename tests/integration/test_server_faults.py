@@ -111,7 +111,7 @@ def test_an_unhealthy_server_is_replaced_and_the_others_stay(tmp_path) -> None:
         until(lambda: (s := server(tmp_path, "a")) and s.pid != a.pid)
         assert server(tmp_path, "b") == b and not os.path.exists(f"/proc/{a.pid}")
         pool.check()
-    assert re.search(r"a is started again in 1 s \(restart 1 of 3\): it hangs", log_of(tmp_path))
+    assert re.search(r"a is started again in 0 s \(restart 1 of 3\): it hangs", log_of(tmp_path))
     assert not os.path.exists(f"/proc/{b.pid}")
 
 

@@ -71,11 +71,11 @@ def test_the_next_start_finds_the_servers_and_nothing_of_the_last_one(tmp_path, 
     trained(tmp_path, 5, saved=4)
     restarts = restarts_of(tmp_path)
     restarts.prepare(killed(tmp_path))
-    assert slept == [1.0] and restarts.start == 4
+    assert slept == [0.0] and restarts.start == 4
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert {"servers/server-0.json", "lock"} <= left
     assert not left & {"controller.json", "heartbeats/trainer"}
-    assert "start again from step 4 in 1 s (restart 1 of 5" in (tmp_path / "logs" / LOG).read_text()
+    assert "start again from step 4 in 0 s (restart 1 of 5" in (tmp_path / "logs" / LOG).read_text()
 
 
 def test_the_first_error_is_the_one_that_the_user_sees(tmp_path, slept) -> None:
@@ -123,7 +123,7 @@ def test_a_killed_controller_starts_again_alone(tmp_path, slept) -> None:
         forget=lambda role: None, start_module=lambda *words: started.append(words)
     )
     restarts.replace_controller(failed, roles)
-    assert slept == [1.0] and started == [("controller", module.CONTROLLER)]
+    assert slept == [0.0] and started == [("controller", module.CONTROLLER)]
     assert [(tmp_path / name).exists() for name in (*gone, *stay)] == [False] * 2 + [True] * 3
     for _ in range(4):
         restarts.replace_controller(failed, roles)
@@ -153,7 +153,7 @@ def test_an_error_after_the_last_step_ends_the_run(tmp_path, slept) -> None:
         restarts.prepare(raised(tmp_path, "lost"))
     again = restarts_of(tmp_path)
     again.prepare(killed(tmp_path))
-    assert slept == [1.0], "its end can be done again"
+    assert slept == [0.0], "its end can be done again"
 
 
 def test_the_cause_is_the_process_that_a_signal_killed(tmp_path) -> None:

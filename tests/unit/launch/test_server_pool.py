@@ -64,8 +64,13 @@ def restarts(folder: Path, clock: list[float], lasts_s: list[float]) -> list[str
 
 def test_a_server_that_fails_again_and_again_is_given_up(tmp_path, clock) -> None:
     first, second, last = restarts(tmp_path, clock, [100, 1, 3000])
-    assert "in 1 s (restart 1 of 2): server-0 exited with status 9" in first
-    assert "in 2 s (restart 2 of 2)" in second and "given up after 2 restarts" in last
+    assert "in 0 s (restart 1 of 2): server-0 exited with status 9" in first
+    assert "in 1 s (restart 2 of 2)" in second and "given up after 2 restarts" in last
+
+
+def test_a_server_that_has_worked_starts_again_at_once(tmp_path, clock) -> None:
+    first, second, _ = restarts(tmp_path, clock, [29, 31, 1])
+    assert "in 0 s (restart 1 of 2)" in first and "in 0 s (restart 2 of 2)" in second
 
 
 def test_a_server_that_was_ready_for_an_hour_counts_anew(tmp_path, clock) -> None:

@@ -1,4 +1,4 @@
-"""The wait before a restart: it doubles up to its limit, for any number of restarts."""
+"""The wait before a restart: none at first, then it doubles up to its limit."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from areal_lite.system.processes import LONGEST_BACK_OFF_S, back_off_s
 
 
 @pytest.mark.parametrize(
-    ("restarts", "wait_s"),
-    [(1, 1), (2, 2), (6, 32), (7, LONGEST_BACK_OFF_S), (1_000_000, LONGEST_BACK_OFF_S)],
+    ("failures", "wait_s"),
+    [(0, 0), (1, 0), (2, 1), (3, 2), (7, 32), (8, LONGEST_BACK_OFF_S), (10**6, LONGEST_BACK_OFF_S)],
 )
-def test_the_wait_doubles_up_to_the_longest(restarts: int, wait_s: float) -> None:
-    assert back_off_s(restarts) == wait_s
+def test_the_wait_doubles_up_to_the_longest(failures: int, wait_s: float) -> None:
+    assert back_off_s(failures) == wait_s
