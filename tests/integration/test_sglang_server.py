@@ -370,6 +370,11 @@ def test_a_server_that_stalled_answers_on_the_connections_that_it_has(sglang_ser
     assert len(asyncio.run(run()).tokens) == 3
 
 
+def test_a_server_does_not_load_megatron(sglang_server) -> None:
+    """Megatron-core warns when it is imported without Transformer Engine."""
+    assert "megatron" not in Path(f"/proc/{sglang_server.info.pid}/fd/1").read_text()
+
+
 def test_nothing_survives_a_killed_parent(tiny_model, tmp_path):
     command = [
         sys.executable,
