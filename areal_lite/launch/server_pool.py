@@ -81,10 +81,8 @@ _POLL_INTERVAL_S = 0.2
 _GRACE_S = 3.0
 # The controller looks for announcements twice a second, and its status has the trainer's phase.
 _NOTICE_S = 3.0
-# Failures before a server was ready for this long do not count.
-_STEADY_S = 3600.0
-# A server that was ready for this long starts again at once.
-_WORKED_S = 30.0
+# A server that was ready for so long has its restarts counted anew, or starts again at once.
+_STEADY_S, _WORKED_S = 3600.0, 30.0
 
 
 def server_command(

@@ -108,7 +108,7 @@ class PauseWindow:
 
     def __init__(self, recipients: PushRecipients, interrupt: str, timeout_s: float):
         self._recipients = recipients
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s  # of calls other than the transfer
         # Mode `none` has nothing in flight. The modes then differ only in the cache flush.
         self._mode = InterruptMode.RETRACT if interrupt == InterruptMode.NONE else interrupt
         # A flush under running requests would kill the scheduler.
@@ -116,12 +116,12 @@ class PauseWindow:
 
     def __enter__(self) -> "PauseWindow":
         self._recipients.report.paused_at = steady_time()
-        self._recipients.post("/pause_generation", {"mode": self._mode}, self._timeout_s)
+        self._recipients.post("/pause_generation", {"mode": self._mode}, self.timeout_s)
         return self
 
     def __exit__(self, *_: object) -> None:
         # Memory that the server gave back to the driver here, it would allocate at the next push.
         body = {"torch_empty_cache": False}
-        self._recipients.post("/continue_generation", body, self._timeout_s)
+        self._recipients.post("/continue_generation", body, self.timeout_s)
         report = self._recipients.report
         report.pause_s = steady_time() - report.paused_at

@@ -68,8 +68,8 @@ class MemoryTransport:
         self, recipients: PushRecipients, buckets: Iterable[Bucket], pause: Pause, *, apart: bool
     ) -> None:
         staged = self.write(buckets, recipients.report.version)
-        recipients.post(FROM_DISK, staged.request(CHECK))
         window = pause(recipients)
+        recipients.post(FROM_DISK, staged.request(CHECK), window.timeout_s)
         body = staged.request(ACTIVATE) | {"flush_cache": window.flush_cache}
         if window.flush_cache:
             with window:

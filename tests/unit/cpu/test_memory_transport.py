@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from areal_lite.cpu.memory import server as memory_plugin
 from areal_lite.cpu.memory.staged import ACTIVATE, CHECK, DATA_OFFSET, StagedError, StagedFile
 from areal_lite.cpu.memory.transport import MemoryTransport, StagedWeights
+from areal_lite.weights.recipients import PauseWindow, PushReport
 from tests.unit.cpu.staged_model import FusedModel, weights
 
 
@@ -216,3 +218,15 @@ def test_other_requests_stay_sglangs(memory, server):
         lambda self, *args, **options: (args, options), server, "/model", "auto", recapture=True
     )
     assert answer == (("/model", "auto"), {"recapture": True})
+
+
+def test_a_server_that_hangs_delays_a_push_no_longer_than_a_pause_would(memory):
+    limits = []
+    recipients = SimpleNamespace(
+        report=PushReport(version=1),
+        servers=[],
+        post=lambda path, body, timeout_s: limits.append(timeout_s),
+    )
+    pause = partial(PauseWindow, interrupt="in_place", timeout_s=5)
+    memory.transfer(recipients, [list(weights(1).items())], pause, apart=False)
+    assert limits == [5]
