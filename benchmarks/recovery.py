@@ -241,14 +241,22 @@ def summary(records: list[dict]) -> dict[str, dict[str, list[float]]]:
 def table(results: dict[str, dict]) -> str:
     """Write the results as a page of Markdown, one table for each name."""
     limits = ", ".join(f"`{key}={value}`" for key, value in LIMITS.items())
-    lines = ["# Seconds to recover", "", f"Median / 95th percentile. Limits: {limits}.", ""]
+    lines = [
+        "# Seconds to recover",
+        "",
+        "From the fault until the next training step has ended, until five steps have taken their",
+        "usual time, and until both servers are announced: median / 95th percentile.",
+        "`benchmarks/recovery.py` has the exact definitions. 60 s of full speed stand for more. A",
+        f"hang is noticed within the limits {limits}.",
+        "",
+    ]
     for name, result in results.items():
         usual = median(record["usual"] for record in result["records"])
         lines += [
             f"## {name}",
             "",
-            f"{result['rounds']} rounds on {result['cores']} cores; load before: "
-            f"{result['load_before']:.1f}; a step usually took {usual:.2f} s.",
+            f"Rounds: {result['rounds']}, on {result['cores']} cores. Load before: "
+            f"{result['load_before']:.1f}. A step usually took {usual:.2f} s.",
             "",
             "| fault | next step | full speed | both servers |",
             "|---|---|---|---|",
