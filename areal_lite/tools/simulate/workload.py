@@ -24,13 +24,12 @@ Or lengths and speeds are measured in the run directory of a run, without its fi
 
 import json
 import math
-from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist
+from typing import Literal
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -40,8 +39,8 @@ from areal_lite.data.model_folder import num_experts
 from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.tools.commands import SimulateConfig
+from areal_lite.tools.report.run_data import read_columns
 from areal_lite.tools.simulate.decoding import ServerSpeed
-from areal_lite.tools.store_columns import ColumnReader
 
 _NORMAL = NormalDist()
 _BYTES = 2  # of a parameter and of an entry of the KV cache
@@ -98,7 +97,7 @@ class LogNormalLengths:
 class RecordedLengths:
     """The groups of a stored run, drawn with repetition."""
 
-    groups: Sequence[Sequence[int]]
+    groups: Sequence[Sequence[int] | np.ndarray]
 
     def group(self, seed: int, prompt: int, size: int) -> np.ndarray:
         rng = np.random.default_rng((seed, prompt))
@@ -290,8 +289,6 @@ def trainer_speed(config: SimulateConfig) -> TrainerSpeed:
 _WARM_UP = 3
 # The fit and the queue follow from each other: repeat both this often.
 _ROUNDS = 4
-# Levels of the number in flight that a fit tells apart.
-_LEVELS = 32
 # step_s, per_sequence_s and request_s: where a fit begins, the least and the most.
 _FIRST_GUESS = np.array([3e-3, 3e-5, 1e-3])
 _BOUNDS = ([1e-5, 0.0, 0.0], [10.0, 1.0, 10.0])
@@ -301,20 +298,20 @@ def measured_workload(run_dir: Path, warm_up: int, steps: int) -> Workload:
     """Return the workload of the run in `run_dir`. Raises ValueError if it has too few steps."""
     config = load_config(run_dir)
     records = read_metrics(run_dir)[_WARM_UP:]
-    if len(records) < 5:
+    columns = read_columns(run_dir / STORE_FILE)
+    late = columns.started >= (records[0]["logged_at"] if records else math.inf)
+    if len(records) < 5 or not late.any():
         raise ValueError(
             f"simulate.measured_run={run_dir}: {len(records)} steps after the first {_WARM_UP}, at "
-            "least 5 are needed"
+            f"least 5 are needed, and {late.sum():,} trajectories began after them"
         )
-    rows = read_trajectories(run_dir)
-    late = rows[rows["started"] >= records[0]["logged_at"]]
-    prompt_tokens = float(late["prompt"].mean())
-    groups = defaultdict(list)
-    for group, tokens in zip(late["group"].tolist(), late["tokens"].tolist()):
-        groups[group].append(tokens)
+    prompt_tokens = float(columns.prompt[late].mean())
+    of_groups = np.split(columns.sampled[late], np.flatnonzero(np.diff(columns.group[late])) + 1)
     return Workload(
-        lengths=RecordedLengths(list(groups.values())),
-        server=fit_server(late, rows),
+        lengths=RecordedLengths(of_groups),
+        server=fit_server(
+            columns.server, columns.started, columns.finished, columns.sampled, fitted=late
+        ),
         trainer=_trainer_speed(records, prompt_tokens, config.trainer.data_parallel),
         prompt_tokens=round(prompt_tokens),
         warm_up=warm_up,
@@ -322,90 +319,60 @@ def measured_workload(run_dir: Path, warm_up: int, steps: int) -> Workload:
     )
 
 
-def read_trajectories(run_dir: Path) -> np.ndarray:
-    """Read group, server, prompt tokens, sampled tokens, start and end of each trajectory."""
-    names = ("group", "server", "prompt", "tokens", "started", "finished")
-    with closing(ColumnReader(run_dir / STORE_FILE)) as reader:
-        chunks = list(reader.chunks(names))
-    columns = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in names}
-    columns["tokens"] -= columns["prompt"]
-    dtype = [(name, column.dtype) for name, column in columns.items()]
-    return np.rec.fromarrays(list(columns.values()), dtype=dtype)
+def fit_server(
+    server: np.ndarray,
+    started: np.ndarray,
+    finished: np.ndarray,
+    tokens: np.ndarray,
+    fitted: np.ndarray,
+) -> ServerSpeed:
+    """Fit the speed of the servers to the trajectories in `fitted`; all were in flight with them.
 
-
-def fit_server(rows: np.ndarray, everything: np.ndarray) -> ServerSpeed:
-    """Fit the speed of the servers to trajectories; `everything` was in flight with them.
-
-    The speeds are in seconds.
+    Each argument has a value for each of n trajectories: its server, when it started and finished
+    in seconds, its sampled tokens, and whether it is fitted.
     """
-    servers = [
-        _Server(rows[rows["server"] == name], everything[everything["server"] == name])
-        for name in np.unique(rows["server"])
-    ]
-
-    def surplus(speed: np.ndarray, begun: list[np.ndarray]) -> np.ndarray:
-        pairs = zip(servers, begun, strict=True)
-        return np.concatenate([server.surplus(speed, counts) for server, counts in pairs])
-
+    owns = [server == name for name in np.unique(server)]
     speed = _FIRST_GUESS
     for _ in range(_ROUNDS):
-        begun = [server.begun(speed[2]) for server in servers]
-        found = least_squares(surplus, speed, bounds=_BOUNDS, x_scale=_FIRST_GUESS, args=(begun,))
-        speed = found.x
+        begins = [_begins(started[own], speed[2]) for own in owns]
+
+        def surplus(speed: np.ndarray, begins: list[np.ndarray] = begins) -> np.ndarray:
+            """Return how many tokens more than its own each trajectory would have."""
+            steps = (_steps(speed, started[o], finished[o], b) for o, b in zip(owns, begins))
+            return np.concatenate([(s - tokens[o])[fitted[o]] for s, o in zip(steps, owns)])
+
+        speed = least_squares(surplus, speed, bounds=_BOUNDS, x_scale=_FIRST_GUESS).x
     step_s, per_sequence_s, request_s = speed.tolist()
     return ServerSpeed(step_s=step_s, per_sequence_s=per_sequence_s, request_s=request_s)
 
 
-class _Server:
-    """The trajectories of one server, and what they say about its speed.
+def _begins(started: np.ndarray, request_s: float) -> np.ndarray:
+    """Return when the requests of a server begin, in order.
 
-    The number in flight over time is on levels that grow by a factor. `rows` are fitted, and
-    `everything` was in flight with them.
+    They begin one after the other. Each takes `request_s`, so they queue when many arrive.
     """
+    places = request_s * np.arange(len(started))
+    return np.maximum.accumulate(np.sort(started) - places) + places + request_s
 
-    def __init__(self, rows: np.ndarray, everything: np.ndarray):
-        self._rows = rows
-        self._started = np.sort(everything["started"])
-        times = np.concatenate([everything["started"], everything["finished"]])
-        change = np.repeat([1, -1], len(times) // 2)
-        order = np.argsort(times, kind="stable")
-        number = np.cumsum(change[order])[:-1]
-        edges = np.geomspace(1, number.max() + 1, _LEVELS + 1)
-        self._times = times[order]
-        self._level = np.clip(np.searchsorted(edges, number, side="right") - 1, 0, _LEVELS - 1)
-        seconds = np.diff(self._times) * (number > 0)
-        # Seconds on each level until each time.
-        until = np.zeros((len(times), _LEVELS))
-        until[np.arange(len(seconds)) + 1, self._level] = seconds
-        until = np.cumsum(until, axis=0)
-        on_level = np.bincount(self._level, seconds * number, _LEVELS)
-        self._in_flight = on_level / np.maximum(until[-1], 1e-9)
-        starts, ends = (
-            np.searchsorted(self._times, some, side="right") - 1
-            for some in (rows["started"], rows["finished"])
-        )
-        self._spent = until[ends] - until[starts]
 
-    def begun(self, request_s: float) -> np.ndarray:
-        """Return how many requests began during each trajectory, by level, [rows, levels].
+def _steps(
+    speed: np.ndarray, started: np.ndarray, finished: np.ndarray, begins: np.ndarray
+) -> np.ndarray:
+    """Return the decoding steps of a server during each of its trajectories."""
+    step_s, per_sequence_s, request_s = speed
+    times = np.concatenate((started, finished))
+    order = np.argsort(times, kind="stable")
+    times, in_flight = times[order], np.cumsum(np.repeat([1, -1], len(started))[order])
+    step = step_s + per_sequence_s * in_flight
+    busy_s = np.diff(times) * (in_flight[:-1] > 0)
+    until = np.concatenate(([0.0], np.cumsum(busy_s / step[:-1])))
+    held_up = request_s / step[np.searchsorted(times, begins, "right") - 1]
+    held_up_until = np.concatenate(([0.0], np.cumsum(held_up)))
 
-        They begin one after the other. Each takes `request_s`, so they queue when many arrive.
-        """
-        places = np.arange(len(self._started)) * request_s
-        begins = np.maximum.accumulate(self._started - places) + places + request_s
-        interval = np.searchsorted(self._times, begins, side="right") - 1
-        level = self._level[np.minimum(interval, len(self._level) - 1)]
-        until = np.zeros((len(begins) + 1, _LEVELS))
-        until[np.arange(len(begins)) + 1, level] = 1
-        until = np.cumsum(until, axis=0)
-        ends = np.searchsorted(begins, self._rows["finished"], side="right")
-        return until[ends] - until[np.searchsorted(begins, self._rows["started"], side="left")]
+    def passed(at: np.ndarray, side: Literal["left", "right"]) -> np.ndarray:
+        return np.interp(at, times, until) - held_up_until[np.searchsorted(begins, at, side)]
 
-    def surplus(self, speed: np.ndarray, begun: np.ndarray) -> np.ndarray:
-        """Return how many tokens more than its own each trajectory would have, [rows]."""
-        step_s, per_sequence_s, request_s = speed
-        step = step_s + per_sequence_s * self._in_flight
-        return ((self._spent - request_s * begun) / step).sum(axis=1) - self._rows["tokens"]
+    return passed(finished, "right") - passed(started, "left")
 
 
 def _trainer_speed(records: list[dict], prompt_tokens: float, ranks: int) -> TrainerSpeed:

@@ -11,11 +11,11 @@ from areal_lite.tools.simulate.workload import _trainer_speed, fit_server
 RNG = np.random.default_rng(0)
 
 
-def records(columns: dict[str, np.ndarray]) -> np.ndarray:
-    return np.rec.fromarrays(list(columns.values()), names=list(columns))
+Rows = dict[str, np.ndarray]
+"""The arguments of `fit_server`."""
 
 
-def made_up(step_s: float, per_sequence_s: float, count: int = 400) -> np.ndarray:
+def made_up(step_s: float, per_sequence_s: float, count: int = 400) -> Rows:
     """Trajectories of a server whose steps take longer, the more are in flight."""
     started = np.sort(RNG.uniform(0, 100, count))
     tokens = RNG.integers(20, 400, count)
@@ -28,36 +28,30 @@ def made_up(step_s: float, per_sequence_s: float, count: int = 400) -> np.ndarra
             ]
         )
         finished = started + tokens * (step_s + per_sequence_s * in_flight)
-    prompts = np.full(count, 10)
-    return records(
-        dict(
-            group=np.arange(count) // 4,
-            server=np.full(count, "s0"),
-            tokens=tokens,
-            prompt=prompts,
-            started=started,
-            finished=finished,
-        )
-    )
+    return rows_of(tokens, started, finished)
+
+
+def rows_of(tokens: np.ndarray, started: np.ndarray, finished: np.ndarray) -> Rows:
+    """Return trajectories of one server, all of which are fitted."""
+    rows = {"tokens": tokens, "started": started, "finished": finished}
+    return rows | {"server": np.zeros(len(tokens), int), "fitted": np.ones(len(tokens), bool)}
 
 
 def test_the_time_of_a_step_is_found() -> None:
-    rows = made_up(0.01, 0.0004)
-    speed = fit_server(rows, rows)
+    speed = fit_server(**made_up(0.01, 0.0004))
     assert speed.step_s == pytest.approx(0.01, rel=0.02)
     assert speed.per_sequence_s == pytest.approx(0.0004, rel=0.02)
 
 
 def test_each_server_has_a_load_of_its_own() -> None:
     few, many = made_up(0.01, 0.0004, count=100), made_up(0.01, 0.0004)
-    many["server"] = "s1"
-    both = np.concatenate([few, many])
-    speed = fit_server(both, both)
+    many["server"] += 1
+    speed = fit_server(**{key: np.concatenate([few[key], many[key]]) for key in few})
     assert speed.step_s == pytest.approx(0.01, rel=0.02)
     assert speed.per_sequence_s == pytest.approx(0.0004, rel=0.02)
 
 
-def modelled(speed: ServerSpeed, bursts: int, size: int) -> np.ndarray:
+def modelled(speed: ServerSpeed, bursts: int, size: int) -> Rows:
     """Trajectories of the simulator's server. `size` requests arrive at once in each burst."""
     server, now = DecodingServer(speed), 0.0
     rows: dict[Generation, tuple[int, float, float]] = {}
@@ -80,42 +74,21 @@ def modelled(speed: ServerSpeed, bursts: int, size: int) -> np.ndarray:
     pass_time(now + 1000)
     tokens, started, finished = (np.array(column) for column in zip(*rows.values()))
     assert np.isfinite(finished).all()
-    groups = np.arange(len(tokens))
-    return records(
-        dict(
-            group=groups,
-            server=np.full(len(tokens), "s0"),
-            tokens=tokens,
-            prompt=groups,
-            started=started,
-            finished=finished,
-        )
-    )
+    return rows_of(tokens, started, finished)
 
 
 @pytest.mark.parametrize("size", [1, 30])
 def test_the_work_of_the_host_for_a_request_is_found(size: int) -> None:
     speed = ServerSpeed(step_s=0.003, per_sequence_s=5e-5, request_s=0.002)
-    rows = modelled(speed, bursts=1500 // size, size=size)
-    found = fit_server(rows, rows)
-    assert found.step_s == pytest.approx(speed.step_s, rel=0.03)
-    assert found.per_sequence_s == pytest.approx(speed.per_sequence_s, rel=0.03)
-    assert found.request_s == pytest.approx(speed.request_s, rel=0.03)
+    found = fit_server(**modelled(speed, bursts=1500 // size, size=size))
+    assert found.step_s == pytest.approx(speed.step_s, rel=1e-3)
+    assert found.per_sequence_s == pytest.approx(speed.per_sequence_s, rel=1e-3)
+    assert found.request_s == pytest.approx(speed.request_s, rel=1e-3)
 
 
 def test_equal_lengths_give_a_speed() -> None:
-    groups, started = np.arange(50), np.arange(50) * 1.0
-    rows = records(
-        dict(
-            group=groups,
-            server=np.full(50, "s0"),
-            tokens=np.full(50, 100),
-            prompt=groups,
-            started=started,
-            finished=started + 0.5,
-        )
-    )
-    speed = fit_server(rows, rows)
+    started = np.arange(50) * 1.0
+    speed = fit_server(**rows_of(np.full(50, 100), started, started + 0.5))
     total = 100 * speed.steps_s(1, 1, 0) + speed.request_s
     assert total == pytest.approx(0.5, rel=0.01) and speed.steps_s(1, 1, 0) > 0
 
@@ -123,8 +96,8 @@ def test_equal_lengths_give_a_speed() -> None:
 def test_only_the_chosen_trajectories_are_fitted() -> None:
     rows = made_up(0.01, 0.0004)
     rows["finished"][rows["started"] < 30] += 5  # they would mislead a fit
-    late = rows[rows["started"] >= 60]
-    assert fit_server(late, rows).step_s == pytest.approx(0.01, rel=0.1)
+    late = rows | {"fitted": rows["started"] >= 60}
+    assert fit_server(**late).step_s == pytest.approx(0.01, rel=0.1)
 
 
 def test_the_parts_of_a_step_are_averaged() -> None:
