@@ -22,7 +22,6 @@ Or lengths and speeds are measured in the run directory of a run, without its fi
 * Lengths: the stored groups, and the mean prompt.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from typing import Literal
 import numpy as np
 from scipy.optimize import least_squares
 
-from areal_lite.config import load_config
+from areal_lite.config import TrainerConfig, load_config
 from areal_lite.data.model_folder import num_experts
 from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.paths import STORE_FILE
@@ -186,10 +185,10 @@ class Shape:
     active: float  # parameters that a token uses
     layers: int
     hidden: int
-    kv_size: int  # heads of keys and values times their size
+    kv_size: float  # heads of keys times their size, the mean of all layers
 
     @property
-    def kv_bytes(self) -> int:
+    def kv_bytes(self) -> float:
         """Return the bytes of a token in the KV cache."""
         return 2 * _BYTES * self.layers * self.kv_size
 
@@ -205,32 +204,24 @@ SHAPES = {
 }
 
 
-def read_shape(folder: Path) -> Shape:
-    """Return the shape of the model in `folder`. Raises ValueError for a file that has none."""
-    path = folder / "config.json"
-    try:
-        values = json.loads(path.read_text())
-        hidden, layers = values["hidden_size"], values["num_hidden_layers"]
-        heads = values["num_attention_heads"]
-        kv_heads = values.get("num_key_value_heads") or heads
-        head_dim = values.get("head_dim") or hidden // heads
-        experts = num_experts(values) or 1
-        used = values.get("num_experts_per_tok") or 1
-        mlp = values.get("moe_intermediate_size") or values["intermediate_size"]
-        embeddings = values["vocab_size"] * hidden
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} does not describe a model: {error!r}; set simulate.shape"
-        ) from None
-    attention = 2 * hidden * head_dim * (heads + kv_heads)
-    expert = 3 * hidden * mlp
-    embeddings *= 1 if values.get("tie_word_embeddings") else 2
+def read_shape(folder: str) -> Shape:
+    """Return the shape of the model in `folder`. Raises ValueError if no run can train it."""
+    # torch and transformers are slow to import.
+    from areal_lite.megatron.architectures import check_supported
+    from areal_lite.tools.dry_run import read_config
+    from areal_lite.tools.memory import kv_bytes_per_token, parameter_sizes
+
+    hf = read_config(folder)
+    check_supported(hf, TrainerConfig())
+    experts = num_experts(vars(hf))
+    used = hf.num_experts_per_tok / experts if experts else 1.0
+    sizes = list(parameter_sizes(hf))
     return Shape(
-        parameters=embeddings + layers * (attention + experts * expert),
-        active=embeddings + layers * (attention + used * expert),
-        layers=layers,
-        hidden=hidden,
-        kv_size=kv_heads * head_dim,
+        parameters=sum(size for _, size in sizes),
+        active=sum(size * (used if ".local_experts." in name else 1.0) for name, size in sizes),
+        layers=hf.num_hidden_layers,
+        hidden=hf.hidden_size,
+        kv_size=kv_bytes_per_token(hf, 1, 1) / (2 * hf.num_hidden_layers),
     )
 
 
@@ -238,7 +229,7 @@ def chosen_shape(config: SimulateConfig) -> Shape:
     """Return the shape that the settings name."""
     if config.model is None:
         return SHAPES[config.simulate.shape]
-    return read_shape(Path(config.model))
+    return read_shape(config.model)
 
 
 def server_speed(config: SimulateConfig) -> ServerSpeed:
