@@ -12,10 +12,10 @@ from areal_lite.run_dir.store_format import ADMISSION, TOKENS, TRACE, WITH_ROUTE
 from areal_lite.trajectory import GroupState
 
 # Rows that are read at once into columns.
-_CHUNK = 8192
+_ROWS = 8192
 _STATES = list(GroupState)
 
-# The columns of a Chunk.
+# The columns of a Table.
 _COLUMNS = {
     "group": ("t.group_id", np.int64),
     "sample": ("t.sample_index", np.int32),
@@ -92,10 +92,10 @@ class Groups:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """Some trajectories as columns, n of them with s segments."""
+class Table:
+    """Trajectories as columns, n of them with s segments."""
 
-    columns: dict[str, np.ndarray]  # [n], by the names that were asked for, also as chunk[name]
+    columns: dict[str, np.ndarray]  # [n], by the names that were asked for, also as table[name]
     owner: np.ndarray  # int64 [s], the trajectory of each segment, an index below n
     version: np.ndarray  # int64 [s], as `start` and `end`, of the segments in order
     start: np.ndarray
@@ -135,13 +135,13 @@ def _numbers(row: Sequence[Any]) -> tuple[float, ...]:
     return (group_id, index, drawn, size, place, *counts, reason, admitted, ended, damaged)
 
 
-def to_chunk(names: Sequence[str], rows: Sequence[Sequence[Any]] = ()) -> Chunk:
+def to_table(names: Sequence[str], rows: Sequence[Sequence[Any]] = ()) -> Table:
     """Return the columns of rows: the segments as JSON, then a value for each name."""
     segments, *values = zip(*rows) if rows else [()] * (1 + len(names))
     found: list[Any] = _SEGMENTS.decode(f"[{','.join(segments)}]")
     lengths = np.array([len(own) for own in found], np.int64)
     flat = np.array([part for own in found for part in own], np.int64).reshape(-1, 3)
-    return Chunk(
+    return Table(
         columns={name: np.array(column, _COLUMNS[name][1]) for name, column in zip(names, values)},
         owner=np.repeat(np.arange(len(lengths)), lengths),
         version=flat[:, 0],
@@ -171,16 +171,25 @@ class ColumnReader(RunReader):
         )
         return to_groups(self._query(query))
 
-    def chunks(self, names: Sequence[str], drawn: bool = False) -> Iterator[Chunk]:
-        """Yield all trajectories as columns, some at a time, by group, sample and trace.
+    def table(self, names: Sequence[str], drawn: bool = False) -> Table:
+        """Return all trajectories as columns, by group, sample and trace.
 
         With `drawn`: each draw of a trajectory from a replay buffer, with the draw's `step`.
         """
         columns = ", ".join(["t.segments", *(_COLUMNS[name][0] for name in names)])
+        parts = [to_table(names)]
         with self._explained():
             cursor = self._db.execute(f"SELECT {columns} FROM {_DRAWN if drawn else _EACH}")
-            while rows := cursor.fetchmany(_CHUNK):
-                yield to_chunk(names, rows)
+            while rows := cursor.fetchmany(_ROWS):
+                parts.append(to_table(names, rows))
+        firsts = np.cumsum([0, *map(len, parts)]).tolist()
+        return Table(
+            columns={name: np.concatenate([part[name] for part in parts]) for name in names},
+            owner=np.concatenate([first + part.owner for first, part in zip(firsts, parts)]),
+            version=np.concatenate([part.version for part in parts]),
+            start=np.concatenate([part.start for part in parts]),
+            end=np.concatenate([part.end for part in parts]),
+        )
 
     def solved_shares(self) -> Iterator[tuple[int, float]]:
         """Yield the prompt index of each group, and its share of positive rewards."""

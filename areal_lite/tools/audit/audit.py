@@ -18,8 +18,7 @@
 A group may have lost its tokens (`store.max_gib`), which `groups` checks: only where nothing needs
 them. Its rows remain, and every other check is of these.
 
-It holds some numbers for each group and each trajectory that was trained on, about 120 bytes, and
-reads the columns of the store in chunks.
+It holds the columns of the store, about 150 bytes for each trajectory.
 """
 
 import math
@@ -41,15 +40,15 @@ from areal_lite.run_dir.resume import damage
 from areal_lite.tools.audit.records import Check, Records, open_records
 from areal_lite.tools.audit.store import (
     COLUMNS,
-    Shapes,
     check_groups,
     check_prompts,
     check_rows,
+    check_trajectories,
     check_use,
 )
 from areal_lite.tools.commands import AuditConfig, existing_run
 from areal_lite.tools.formatting import counted
-from areal_lite.tools.store_columns import Chunk, ColumnReader, Groups
+from areal_lite.tools.store_columns import ColumnReader, Groups, Table
 from areal_lite.trajectory import GroupState
 
 # A sum of float64 in another order.
@@ -66,50 +65,38 @@ class StepSums:
     between the starts of a run, so each of `bounds` has sums of its own.
     """
 
-    def __init__(self, records: Records, steps: int):
-        """Take `steps`, the number of completed steps."""
-        starts = records.starts
-        no_bound = 2**30
+    def __init__(self, records: Records, table: Table, steps: int):
+        """Take the trajectories, and the number of completed steps."""
+        used = table["step"] >= 0
+        step, share = table["step"][used], 1 / table["traces"][used]
+        self.trajectories = np.bincount(step, minlength=steps)
+        self.episodes = np.bincount(step, share, steps)
+        self.rewards = np.bincount(step, share * np.nan_to_num(table["reward"][used]), steps)
+        of_used = used[table.owner]
+        owner, version = table.owner[of_used], table.version[of_used]
+        length = (table.end - table.start)[of_used]
+        group, step = table["group"][owner], table["step"][owner]
+        staleness = step - version
+        self.tokens = np.bincount(step, length, steps).astype(np.int64)
+        starts, no_bound = records.starts, 2**30
         self.bounds = sorted(
             {no_bound if records.replays else s["buffer.max_staleness"] for s in starts}
         )
-        # Whether a token that is overdue can be in a batch, where it is masked.
-        self._may_mask = any(s["buffer.window"] is None for s in starts)
-        # The newest version that the servers can have had at each step.
-        lags = {m.get("step"): m.get("server_lag", 0) for m in records.metrics}
-        newest = [step - lags.get(step + 1, 0) for step in range(steps)]
-        self._newest_allowed = np.array(newest, np.int64)
-        self.trajectories, self.tokens = np.zeros((2, steps), np.int64)
-        self.episodes, self.rewards = np.zeros((2, steps))
         # By bound.
         self.within, self.staleness, self.stalest = np.zeros((3, len(self.bounds), steps), np.int64)
-        self._overdue: set[int] = set()
-        self._too_new: set[int] = set()
-
-    def add(self, chunk: Chunk) -> None:
-        """Add the trajectories of `chunk` that were trained on."""
-        used, n = chunk["step"] >= 0, len(self.tokens)
-        step = chunk["step"][used]
-        self.trajectories += np.bincount(step, minlength=n)
-        share = 1 / chunk["traces"][used]
-        self.episodes += np.bincount(step, share, n)
-        rewards = np.nan_to_num(chunk["reward"][used])
-        self.rewards += np.bincount(step, share * rewards, n)
-        of_used = used[chunk.owner]
-        owner, version = chunk.owner[of_used], chunk.version[of_used]
-        length = (chunk.end - chunk.start)[of_used]
-        step = chunk["step"][owner]
-        self.tokens += np.bincount(step, length, n).astype(np.int64)
-        staleness = step - version
         for i, bound in enumerate(self.bounds):
             good = staleness <= bound
             tokens = np.where(good, length, 0)
-            self.within[i] += np.bincount(step, tokens, n).astype(np.int64)
-            self.staleness[i] += np.bincount(step, tokens * staleness, n).astype(np.int64)
+            self.within[i] = np.bincount(step, tokens, steps)
+            self.staleness[i] = np.bincount(step, tokens * staleness, steps)
             np.maximum.at(self.stalest[i], step[good], staleness[good])
-        if not self._may_mask:
-            self._overdue.update(chunk["group"][owner[staleness > self.bounds[-1]]].tolist())
-        self._too_new.update(chunk["group"][owner[version > self._newest_allowed[step]]].tolist())
+        # A token that is overdue can be in a batch, where it is masked.
+        may_mask = any(s["buffer.window"] is None for s in starts)
+        self._overdue = set() if may_mask else set(group[staleness > self.bounds[-1]].tolist())
+        # The newest version that the servers can have had at each step.
+        lags = {m.get("step"): m.get("server_lag", 0) for m in records.metrics}
+        newest = np.array([step - lags.get(step + 1, 0) for step in range(steps)], np.int64)
+        self._too_new = set(group[version > newest[step]].tolist())
 
     def check(self, records: Records) -> Check:
         """Return what is wrong with the versions of the tokens that were trained on."""
@@ -334,22 +321,16 @@ def audit(run_dir: Path, tokens: bool = False) -> list[Check]:
 
 def _checks_of_store(records: Records, store: ColumnReader, tokens: bool) -> list[Check]:
     groups = store.group_table()
-    shapes = Shapes(groups.ids)
-    newest = (
-        max(store.draw_counts(), default=-1) if records.replays else groups.step.max(initial=-1)
-    )
-    sums = StepSums(records, int(newest) + 1)
-    for chunk in store.chunks(COLUMNS):
-        shapes.add(chunk)
-        if not records.replays:
-            sums.add(chunk)
+    table = trained = store.table(COLUMNS)
+    newest = groups.step.max(initial=-1)
     if records.replays:
-        for chunk in store.chunks(COLUMNS, drawn=True):
-            sums.add(chunk)
+        trained = store.table(COLUMNS, drawn=True)
+        newest = max(store.draw_counts(), default=-1)
+    sums = StepSums(records, trained, int(newest) + 1)
     return [
-        check_groups(groups, shapes.found, records, store),
+        check_groups(groups, table, records, store),
         check_prompts(groups, records, store),
-        *shapes.checks(),
+        *check_trajectories(table, groups),
         *([check_rows(store)] if tokens else []),
         check_use(groups, records, store),
         sums.check(records),

@@ -16,7 +16,7 @@ from areal_lite.run_dir.store_format import NOT_KEPT, check_sums, from_row
 from areal_lite.system.files import read_json
 from areal_lite.tools.audit.records import Check, Records, Settings, some
 from areal_lite.tools.formatting import counted
-from areal_lite.tools.store_columns import DRAW_FAULTS, GROUP_FAULTS, Chunk, ColumnReader, Groups
+from areal_lite.tools.store_columns import DRAW_FAULTS, GROUP_FAULTS, ColumnReader, Groups, Table
 from areal_lite.trajectory import GroupState, trace_name
 
 _NONE = -1
@@ -29,8 +29,8 @@ COLUMNS = (
 )
 
 
-def check_groups(groups: Groups, found: np.ndarray, records: Records, store: ColumnReader) -> Check:
-    """Check ids, states and trajectories. `found`: int64 [n], the trajectories that are there."""
+def check_groups(groups: Groups, table: Table, records: Records, store: ColumnReader) -> Check:
+    """Check ids, states and trajectories."""
     states = ", ".join(
         f"{groups.number(state):,} {state.value.replace('_', ' ')}" for state in GroupState
     )
@@ -54,7 +54,8 @@ def check_groups(groups: Groups, found: np.ndarray, records: Records, store: Col
     none_may(has_trajectories & (groups.trajectories < 1), "finished groups without trajectories")
     for fault, ids in store.faulty(GROUP_FAULTS):
         check.none_of(ids, fault)
-    expected = np.maximum(groups.trajectories, 0)
+    first, last = (np.searchsorted(table["group"], groups.ids, side) for side in ("left", "right"))
+    found, expected = last - first, np.maximum(groups.trajectories, 0)
     none_may(found < expected, "groups that lack trajectories")
     none_may(found > expected, "groups with more trajectories than they count")
     _check_tokens(check, groups, records, store)
@@ -239,93 +240,64 @@ def _lost(
     return (pending > 0) & (last_drop + _COMMIT_S < newest)
 
 
-class Shapes:
-    """Checks each trajectory by itself, and that no two groups have the same one."""
-
-    def __init__(self, group_ids: np.ndarray):
-        """Take `group_ids`: int64, ascending, as in the table of groups."""
-        self.group_ids = group_ids
-        # Trajectories of each group, and of groups that have no row.
-        self.found = np.zeros(len(group_ids), np.int64)
-        self._orphans: set[int] = set()
-        self._total = 0
-        self._wrong: dict[str, list[str]] = {}
-        # Start + i · end and group of each trajectory that was trained on: complex128, int64.
-        self._used: list[tuple[np.ndarray, np.ndarray]] = []
-
-    def add(self, chunk: Chunk) -> None:
-        """Check the trajectories of `chunk`."""
-        place = np.searchsorted(self.group_ids, chunk["group"])
-        known = np.zeros(len(chunk), bool)
-        inside = place < len(self.group_ids)
-        known[inside] = self.group_ids[place[inside]] == chunk["group"][inside]
-        np.add.at(self.found, place[known], 1)
-        self._orphans.update(chunk["group"][~known].tolist())
-        self._total += len(chunk)
-        for what, wrong in _violations(chunk).items():
-            columns = (chunk[name][wrong] for name in ("group", "sample", "trace"))
-            ids = [f"{group}/{trace_name(*trace)}" for group, *trace in zip(*columns)]
-            self._wrong.setdefault(what, []).extend(ids)
-        used = chunk["step"] >= 0
-        # Two trajectories never start and end at the same times, to a part of a microsecond.
-        life = chunk["started"] + 1j * chunk["finished"]
-        self._used.append((life[used], chunk["group"][used]))
-
-    def checks(self) -> list[Check]:
-        """Return what was found."""
-        segments = Check(
-            name="versions",
-            looked_at=f"{self._total:,} trajectories: versions never decrease, and segments fit "
-            "their tokens",
-        )
-        for what, ids in self._wrong.items():
-            segments.none_of(ids, what)
-        segments.none_of(sorted(self._orphans), "trajectories of groups that have no row")
-        return [segments, self._copies()]
-
-    def _copies(self) -> Check:
-        lives, groups = map(
-            np.concatenate, zip((np.empty(0, complex), np.empty(0, int)), *self._used)
-        )
-        order = np.argsort(lives, kind="stable")
-        lives, groups = lives[order], groups[order]
-        same = (lives[1:] == lives[:-1]) & (groups[1:] != groups[:-1])
-        pairs = np.stack([groups[:-1], groups[1:]])[:, same]
-        check = Check(
-            name="copies",
-            looked_at=f"{len(lives):,} trajectories that were trained on: no two are the same",
-        )
-        check.none_of(
-            sorted({f"{min(pair)} = {max(pair)}" for pair in pairs.T.tolist()}),
-            "pairs of groups with the same trajectory",
-        )
-        return check
+def check_trajectories(table: Table, groups: Groups) -> list[Check]:
+    """Check each trajectory by itself, and that no two groups have the same one."""
+    check = Check(
+        name="versions",
+        looked_at=f"{len(table):,} trajectories: versions never decrease, and segments fit their "
+        "tokens",
+    )
+    for what, wrong in _violations(table).items():
+        columns = (table[name][wrong] for name in ("group", "sample", "trace"))
+        check.none_of([f"{group}/{trace_name(*trace)}" for group, *trace in zip(*columns)], what)
+    orphans = np.setdiff1d(table["group"], groups.ids).tolist()
+    check.none_of(orphans, "trajectories of groups that have no row")
+    return [check, _check_copies(table)]
 
 
-def _violations(chunk: Chunk) -> dict[str, np.ndarray]:
+def _check_copies(table: Table) -> Check:
+    used = table["step"] >= 0
+    # Two trajectories never start and end at the same times, to a part of a microsecond.
+    lives, groups = (table["started"] + 1j * table["finished"])[used], table["group"][used]
+    order = np.argsort(lives, kind="stable")
+    lives, groups = lives[order], groups[order]
+    same = (lives[1:] == lives[:-1]) & (groups[1:] != groups[:-1])
+    pairs = np.stack([groups[:-1], groups[1:]])[:, same]
+    check = Check(
+        name="copies",
+        looked_at=f"{len(lives):,} trajectories that were trained on: no two are the same",
+    )
+    check.none_of(
+        sorted({f"{min(pair)} = {max(pair)}" for pair in pairs.T.tolist()}),
+        "pairs of groups with the same trajectory",
+    )
+    return check
+
+
+def _violations(table: Table) -> dict[str, np.ndarray]:
     """Map each fault that occurs to the trajectories that have it, bool [n]."""
-    n, columns = len(chunk), chunk.columns
-    next_to = chunk.owner[1:] == chunk.owner[:-1]
-    back = next_to & (chunk.version[1:] < chunk.version[:-1])
-    overlap = next_to & (chunk.start[1:] < chunk.end[:-1])
-    first = np.searchsorted(chunk.owner, np.arange(n))
-    last = np.searchsorted(chunk.owner, np.arange(n), side="right") - 1
+    n, columns = len(table), table.columns
+    next_to = table.owner[1:] == table.owner[:-1]
+    back = next_to & (table.version[1:] < table.version[:-1])
+    overlap = next_to & (table.start[1:] < table.end[:-1])
+    first = np.searchsorted(table.owner, np.arange(n))
+    last = np.searchsorted(table.owner, np.arange(n), side="right") - 1
     has = last >= first
     summary = np.zeros(n, bool)
     summary[has] = (
-        (chunk.version[first[has]] != columns["oldest"][has])
-        | (chunk.version[last[has]] != columns["newest"][has])
-        | (chunk.start[first[has]] != columns["prompt"][has])
+        (table.version[first[has]] != columns["oldest"][has])
+        | (table.version[last[has]] != columns["newest"][has])
+        | (table.start[first[has]] != columns["prompt"][has])
     )
     summary |= (last - first + 1) != columns["num_segments"]
-    outside = (chunk.start >= chunk.end) | (chunk.end > columns["tokens"][chunk.owner])
+    outside = (table.start >= table.end) | (table.end > columns["tokens"][table.owner])
     found = {
-        "trajectories whose versions go back": _owners(chunk.owner[1:][back], n),
-        "trajectories whose segments overlap": _owners(chunk.owner[1:][overlap], n),
-        "trajectories with a segment outside of their tokens": _owners(chunk.owner[outside], n),
-        "trajectories without a version": _owners(chunk.owner[chunk.version < 0], n),
+        "trajectories whose versions go back": _owners(table.owner[1:][back], n),
+        "trajectories whose segments overlap": _owners(table.owner[1:][overlap], n),
+        "trajectories with a segment outside of their tokens": _owners(table.owner[outside], n),
+        "trajectories without a version": _owners(table.owner[table.version < 0], n),
         "trajectories whose columns contradict their segments": summary,
-        "trajectories that were trained on without a reward": (chunk["step"] >= 0)
+        "trajectories that were trained on without a reward": (table["step"] >= 0)
         & np.isnan(columns["reward"]),
     }
     return {what: wrong for what, wrong in found.items() if wrong.any()}

@@ -12,13 +12,13 @@ from areal_lite.config import stored_settings, value_of, without_secrets
 from areal_lite.run_dir.metrics import read_events, read_metrics
 from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE, SUMMARY_FILE
 from areal_lite.tools.commands import existing_run
-from areal_lite.tools.store_columns import ColumnReader, Groups, to_chunk, to_groups
+from areal_lite.tools.store_columns import ColumnReader, Groups, to_groups, to_table
 from areal_lite.trajectory import GroupState, trace_name
 
 Metrics = Sequence[Mapping[str, Any]]
 """Lines of metrics.jsonl or evals.jsonl, in the order in which they were written."""
 
-# The columns that a chunk of the store and Columns share.
+# The columns that a table of the store and Columns share.
 _NAMES = ("group", "sample", "trace", "reward", "truncated", "prompt", "tokens")
 _NAMES += ("oldest", "newest", "started", "finished", "server")
 
@@ -140,26 +140,22 @@ def read_columns(path: Path) -> Columns:
     Without a store there are no trajectories: a run with debug=train_only has none. Raises
     ValueError for a store that cannot be read.
     """
-    groups, chunks = to_groups(), [to_chunk(_NAMES)]
+    groups, table = to_groups(), to_table(_NAMES)
     if path.exists():
         with closing(ColumnReader(path)) as reader:
             reader.snapshot()
             groups = reader.group_table()
-            chunks += reader.chunks(_NAMES)
-    columns = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in _NAMES}
-    firsts = np.cumsum([0, *(len(chunk) for chunk in chunks)]).tolist()
-    owner = np.concatenate([first + chunk.owner for first, chunk in zip(firsts, chunks)])
-    length = np.concatenate([chunk.end - chunk.start for chunk in chunks])
-    servers, server = np.unique(columns.pop("server"), return_inverse=True)
+            table = reader.table(_NAMES)
+    servers, server = np.unique(table["server"], return_inverse=True)
     return Columns(
-        **columns,
+        **{name: table[name] for name in _NAMES if name != "server"},
         server=server,
         servers=[name or "servers" for name in servers.tolist()],
-        step=groups.step[np.searchsorted(groups.ids, columns["group"])],
-        sampled=np.bincount(owner, length, len(server)).astype(np.int64),
-        owner=owner,
-        version=np.concatenate([chunk.version for chunk in chunks]),
-        length=length,
+        step=groups.step[np.searchsorted(groups.ids, table["group"])],
+        sampled=table.sampled,
+        owner=table.owner,
+        version=table.version,
+        length=table.end - table.start,
         groups=groups,
     )
 
