@@ -68,8 +68,7 @@ class TrainConfig:
     )
     debug: str = setting(
         "off",
-        "Half of a run. rollout_only: generate and store groups, train nothing. "
-        "train_only:RUN_DIR: train on the batches of a stored run.",
+        "train_only:RUN_DIR: train without servers, on the batches of a stored run.",
     )
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -86,7 +85,7 @@ class TrainConfig:
 
     @property
     def debug_mode(self) -> str:
-        """Return the half of a run in `debug`, without what follows its colon."""
+        """Return the mode in `debug`, without what follows its colon."""
         return self.debug.partition(":")[0]
 
     @property

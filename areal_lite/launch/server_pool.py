@@ -445,17 +445,17 @@ def train_pool(
 
     beside_store: whether the controller, which writes the store, is on this machine.
     """
+    first = {"weight_version": UNPUSHED}
     head = {"enable_fp32_lm_head": True} if config.trainer.fp32_head else {}
     running = {}
     if resolve_device(config.server.device) == "cuda":
         most = running_requests(config.rollout.max_concurrent, config.server.count)
         running = {"max_running_requests": most}
     routes = {"enable_return_routed_experts": True} if config.algo.routing_replay else {}
-    first = {"weight_version": UNPUSHED} if config.debug == "off" else {}  # else nobody pushes
     environment = {ENV_READBACK: "1"} if config.sync.verify else {}
     environment |= {ENV_STORE: str(run_dir / STORE_FILE)} if beside_store else {}
     return server_pool(
-        replace(config.server, args={**head, **routes, **running, **first, **config.server.args}),
+        replace(config.server, args={**first, **head, **routes, **running, **config.server.args}),
         model=config.model,
         seed=config.seed,
         run_dir=run_dir,

@@ -5,13 +5,10 @@ For `debug=train_only`: this process takes the place of the controller, and ther
 * The batch of step k is the one that step k of the stored run trained on. The same code shards
   and masks it, so the trainer gets equal bytes if the settings are equal.
 * The draws of a replay buffer are in the store, too.
-* If that run trained on nothing (`debug=rollout_only`), a batch is the next
-  `trainer.batch_groups` groups in the order in which they finished, unmasked.
 * Pushes have no targets.
 """
 
 import asyncio
-import itertools
 import logging
 import os
 import signal
@@ -27,7 +24,7 @@ from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.resume import lock_controller
 from areal_lite.run_dir.store_format import NOT_KEPT, TOKENS, WITH_ROUTES
 from areal_lite.system.processes import die_with_parent, run_role
-from areal_lite.trajectory import Group, GroupState, Trajectory
+from areal_lite.trajectory import Group, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -114,11 +111,9 @@ class StoredRunController:
         self._config = config
         self._run_dir = stored_run(config)
         self._store = StoredBatches(self._run_dir / STORE_FILE)
-        self._trained = self._store.counts()[GroupState.USED] > 0
-        self._max_staleness = stored_max_staleness(self._run_dir) if self._trained else None
+        self._max_staleness = stored_max_staleness(self._run_dir)
         stored = stored_settings(self._run_dir)
         self._source_names = list(value_of(stored, "data.sources") or {})
-        self._finished = (group for group, _ in self._store.finished_groups())
         # The batch that was assigned last, and its step.
         self._step = -1
         self._assignment: BatchAssignment | None = None
@@ -165,11 +160,7 @@ class StoredRunController:
         return assignment
 
     def _groups(self, step: int) -> list[Group]:
-        count = self._config.trainer.batch_groups
-        if self._trained:
-            groups = self._store.used_groups(step)
-        else:
-            groups = list(itertools.islice(self._finished, count))
+        count, groups = self._config.trainer.batch_groups, self._store.used_groups(step)
         if len(groups) != count:
             raise ValueError(
                 f"debug=train_only:{self._run_dir} has {len(groups)} groups for step {step}, "

@@ -1,7 +1,6 @@
 """A stored run in the controller's place."""
 
 import sqlite3
-import time
 
 import pytest
 
@@ -96,20 +95,3 @@ def test_an_error_is_reported_and_ends_the_process(run) -> None:
     with pytest.raises(RuntimeError, match="no such table: groups: restore the file"):
         client.batch(1, 0, 1)
     assert r.processes["controller"].wait(10) == 1, r.log()
-
-
-def test_a_run_without_training_is_served_in_finishing_order(run) -> None:
-    first = run(max_staleness=2, trainer__steps=3)
-    first.start_server()
-    client = first.start_controller()
-    while first.store().counts()["finished"] < 3 * GROUPS:
-        time.sleep(0.05)
-    client.finish()
-    _, client = recorded(run, first, max_staleness=0)
-    seen: list[int] = []
-    for step in range(3):
-        batch, info = client.batch(step, 0, 1)
-        assert info["masked_tokens"] == 0 and info["staleness_max"] == step
-        seen += sorted(set(batch.group_ids.tolist()))
-    assert sorted(seen) == list(range(3 * GROUPS))
-    client.finish()

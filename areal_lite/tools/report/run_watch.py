@@ -160,21 +160,6 @@ class ConsoleObserver:
         with panel.Progress(RunWatch(config, run_dir).view) as progress:
             yield progress.poll
 
-    @contextmanager
-    def count(
-        self, title: str, unit: str, total: int, done: Callable[[], int]
-    ) -> Iterator[Callable[[], None]]:
-        started_at = time.monotonic()
-
-        def view() -> panel.View:
-            count = done()
-            pace_s = [(time.monotonic() - started_at) / count] if count else []
-            left = panel.eta(pace_s, total - count, 0.0)
-            return panel.View(title=title, unit=unit, done=count, total=total, eta_s=left)
-
-        with panel.Progress(view) as progress:
-            yield progress.poll
-
     def summarize(
         self, config: TrainConfig, run_dir: Path, started_at: float, finished_at: float
     ) -> dict[str, Any]:

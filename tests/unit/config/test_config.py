@@ -143,7 +143,7 @@ def test_every_recipe_cites_its_paper_and_the_code_it_was_read_from(preset):
         ("trainer.lr=nan", "trainer.lr=nan: must be at least 1e-12"),
         ("server.count=70000", "server.count=70000: must be at least 1 and at most 1024"),
         ("trainer.lr", "trainer.lr has no value: write trainer.lr=…"),
-        ("debug=some", "debug=some: choose one of off, rollout_only, train_only"),
+        ("debug=some", "debug=some: choose one of off, train_only"),
         ("debug=train_only", "debug=train_only has no servers: set eval.problems=0"),
     ],
 )
@@ -226,7 +226,7 @@ def test_a_mistake_in_a_stage_of_the_quickstart_has_its_full_key(tmp_path, capsy
     [
         ("trainer.batch_groups=10001", "more than the 10000 prompts that a replay buffer keeps"),
         ("rollout.group_size=21", "buffer.replay.capacity=20 holds less than a group"),
-        ("debug=rollout_only", "generates without end"),
+        ("debug=train_only:runs/a", "has no servers: set eval.problems=0"),
     ],
 )
 def test_what_replay_does_not_go_with(model, tmp_path, capsys, override, message):

@@ -359,7 +359,7 @@ def test_a_run_that_cannot_resume_is_refused(tmp_path, capsys) -> None:
     for other, complaint in (
         ({"model": tmp_path / "other"}, "model=.*other: the run in .* started with .*model and"),
         ({"seed": 9}, "seed=9: the run .* started with 1"),
-        ({"debug": "rollout_only"}, "debug=rollout_only continues no run"),
+        ({"debug": "train_only:a"}, "debug=train_only:a continues no run"),
         ({"resume": "never"}, "holds a run already.*resume=auto"),
         ({"resume": "maybe"}, "resume=maybe: choose one of never, auto"),
         (

@@ -189,9 +189,8 @@ def test_the_requests_of_a_training_run_have_cuda_graphs(device, own, expected, 
     assert ("--max-running-requests" in argv) == (own is not None)
 
 
-@pytest.mark.parametrize("debug, version", [("off", "unpushed"), ("rollout_only", "0")])
-def test_servers_wait_for_the_first_push_if_there_is_a_trainer(debug, version, tmp_path):
-    config = TrainConfig(model="m", debug=debug)
+def test_servers_wait_for_the_first_push(tmp_path):
+    config = TrainConfig(model="m")
     config.server.device = "cpu"
     argv = train_pool(config, tmp_path, {0: []})._make["server-0"]().argv
-    assert argv[argv.index("--weight-version") + 1] == version
+    assert argv[argv.index("--weight-version") + 1] == "unpushed"
