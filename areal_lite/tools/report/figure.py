@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from areal_lite.run_dir.paths import REPORT_FILE
 from areal_lite.system.files import write_atomically
 from areal_lite.tools.report.charts import learning_charts, speed_charts
-from areal_lite.tools.report.run_data import RunData, load_run
+from areal_lite.tools.report.run_data import RunData, read_run
 from areal_lite.tools.report.summary import count_facts, headline
 from areal_lite.tools.report.timeline import build_windows, time_edges
 
@@ -53,9 +53,9 @@ _SHORT_LABEL = 0.025
 def write_report(run_dir: Path) -> Path:
     """Draw the run as far as it got, 1600 x 1200 pixels, and return the picture's path.
 
-    Raises ValueError when `run_dir` is not a directory.
+    Raises ValueError if `run_dir` has no run.
     """
-    run = load_run(run_dir)
+    run = read_run(run_dir)
     picture = io.BytesIO()
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(16, 12), dpi=100)

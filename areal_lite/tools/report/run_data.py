@@ -53,10 +53,9 @@ class RunData:
         return value_of(self.config, "trainer.steps")
 
 
-def load_run(run_dir: Path) -> RunData:
-    """Read all records that exist. Raises ValueError when `run_dir` is not a directory."""
-    if not run_dir.is_dir():
-        raise ValueError(f"{run_dir} is not a run directory: there is no such folder")
+def read_run(run_dir: Path) -> RunData:
+    """Read all records that exist. Raises ValueError for a directory that has none."""
+    existing_run(run_dir)
     return RunData(
         run_dir=run_dir,
         metrics=read_metrics(run_dir),
@@ -65,11 +64,6 @@ def load_run(run_dir: Path) -> RunData:
         columns=read_columns(run_dir / STORE_FILE),
         ended=(run_dir / SUMMARY_FILE).exists(),
     )
-
-
-def read_run(run_dir: Path) -> RunData:
-    """Read the records of a run. Raises ValueError for a directory that has none."""
-    return load_run(existing_run(run_dir))
 
 
 def read_run_config(run_dir: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from areal_lite.run_dir.paths import REPORT_FILE, STORE_FILE, TOTALS_FILE
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.system.files import read_json
 from areal_lite.tools.formatting import duration, pause, percent, short
-from areal_lite.tools.report.run_data import Metrics, RunData, load_run
+from areal_lite.tools.report.run_data import Metrics, RunData, read_run
 from areal_lite.tools.report.timeline import downtime_s, pushes_of, trainer_spans
 
 _count = "{:,.0f}".format
@@ -93,25 +93,18 @@ def count_facts(run: RunData) -> dict[str, Any]:
     }
 
 
-def first_started(run: RunData) -> float | None:
-    """Return the wall-clock seconds at which the first trajectory started; None before it.
-
-    Servers start earlier. Without trajectories it is the start of the first step.
-    """
-    if len(run.columns):
-        return float(run.columns.started.min())
-    first = next(iter(run.metrics), None)
-    return first["logged_at"] - (first["time_s"] or 0.0) if first else None
-
-
 def training_s(run: RunData) -> float:
-    """Return the seconds from `first_started` to the end of the last step; 0 without one.
+    """Return the seconds from the first trajectory to the end of the last step; 0 without one.
 
-    The time between an end and a resumed start is left out.
+    Without trajectories they count from the start of the first step. The time between an end and a
+    resumed start is left out.
     """
-    started = first_started(run)
-    if not run.metrics or started is None:
+    if not run.metrics:
         return 0.0
+    first = run.metrics[0]
+    started = first["logged_at"] - (first["time_s"] or 0.0)
+    if len(run.columns):
+        started = float(run.columns.started.min())
     return run.metrics[-1]["logged_at"] - started - downtime_s(run.metrics)
 
 
@@ -187,9 +180,9 @@ def build_summary(
 
     Rates count the trajectories that were trained on, per second between the start of the first
     trajectory and the end of the last step. The command began at `started_at`, and ended at
-    `finished_at`. Raises ValueError when `run_dir` is not a directory.
+    `finished_at`. Raises ValueError if `run_dir` has no run.
     """
-    run = load_run(run_dir)
+    run = read_run(run_dir)
     facts = count_facts(run)
     seconds = training_s(run)
     return {

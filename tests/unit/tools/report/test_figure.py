@@ -11,7 +11,7 @@ from matplotlib.image import imread
 
 from areal_lite.tools.report.charts import learning_charts, smooth
 from areal_lite.tools.report.figure import draw_chart, write_report
-from areal_lite.tools.report.run_data import load_run
+from areal_lite.tools.report.run_data import read_run
 from areal_lite.tools.report.timeline import pushes_of, segment_spans, tokens_per_s
 from tests.unit.tools.report.synthetic_run import T0, hand_made, simulate
 
@@ -66,13 +66,13 @@ def test_the_integral_of_the_generation_rate_is_the_tokens():
 
 def test_a_run_killed_within_a_push_has_the_pushes_it_logged(tmp_path):
     hand_made(tmp_path, killed=True)
-    run = load_run(tmp_path)
+    run = read_run(tmp_path)
     assert pushes_of(run.metrics) == {1: (T0 + 5, 0.1)} and run.staleness_bound == 2
 
 
 @pytest.mark.parametrize(
     "make",
-    [hand_made, partial(hand_made, killed=True), partial(simulate, steps=6), lambda empty: None],
+    [hand_made, partial(hand_made, killed=True), partial(simulate, steps=6)],
 )
 def test_a_picture_of_any_run(tmp_path, make):
     make(tmp_path)
@@ -90,7 +90,7 @@ def test_each_data_source_has_a_line(tmp_path):
     for row in rows:
         row["reward_mean/short"] = None if row["step"] == 2 else row["step"] / 10
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = load_run(tmp_path)
+    run = read_run(tmp_path)
     axes = Figure().add_subplot()
     draw_chart(axes, learning_charts(run.metrics, run.evals, 4, run.columns)[0])
     lines = {line.get_label(): line for line in axes.get_lines()}

@@ -6,6 +6,7 @@ import sqlite3
 import pytest
 from rich.console import Console
 
+from areal_lite.config import save_config
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.system.files import write_json
 from areal_lite.tools.report.summary import build_summary, summary_table
@@ -120,6 +121,7 @@ def test_a_killed_run_has_the_values_that_it_got_to(tmp_path):
 
 def test_an_evaluation_without_samples_still_has_an_accuracy_after(tmp_path):
     config = config_of(tmp_path, 2, 1)
+    save_config(config, tmp_path)
     for version, greedy in ((0, 0.1), (2, 0.4)):
         append_event(
             tmp_path,
@@ -131,7 +133,9 @@ def test_an_evaluation_without_samples_still_has_an_accuracy_after(tmp_path):
 
 
 def test_a_run_that_did_nothing(tmp_path):
-    summary = build_summary(tmp_path, config_of(tmp_path, 2, 1), 0.0, 1.0)
+    config = config_of(tmp_path, 2, 1)
+    save_config(config, tmp_path)
+    summary = build_summary(tmp_path, config, 0.0, 1.0)
     assert (
         summary["steps"] == 0
         and summary["tokens_per_s"] is None
@@ -141,7 +145,7 @@ def test_a_run_that_did_nothing(tmp_path):
 
 
 def test_no_such_run(tmp_path):
-    with pytest.raises(ValueError, match="not a run directory"):
+    with pytest.raises(ValueError, match="there is no such folder"):
         build_summary(tmp_path / "nowhere", config_of(tmp_path, 2, 1), 0.0, 1.0)
 
 

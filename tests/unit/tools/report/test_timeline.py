@@ -10,7 +10,7 @@ from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.tools.report.charts import POINTS, histogram, smooth, staleness_tokens, thinned
 from areal_lite.tools.report.rollouts import MAX_GROUPS, choose_groups, group_rewards
-from areal_lite.tools.report.run_data import Columns, load_run, read_columns
+from areal_lite.tools.report.run_data import Columns, read_columns, read_run
 from areal_lite.tools.report.summary import count_facts, training_s
 from areal_lite.tools.report.timeline import (
     BARS,
@@ -73,7 +73,8 @@ def test_columns_are_those_of_the_store(run: Path, columns: Columns) -> None:
 def test_a_run_without_a_store_has_no_trajectories(tmp_path: Path) -> None:
     columns = read_columns(tmp_path / "trajectories.sqlite")
     assert len(columns) == 0 and time_edges(columns, []) is None
-    assert count_facts(load_run(tmp_path))["trajectories"] == 0
+    (tmp_path / "metrics.jsonl").touch()
+    assert count_facts(read_run(tmp_path))["trajectories"] == 0
 
 
 def test_a_damaged_store_is_one_line_that_says_what_to_do(run: Path, tmp_path: Path) -> None:
@@ -244,12 +245,12 @@ def test_the_time_between_two_starts_is_no_time_of_the_run(tmp_path: Path) -> No
     for before, step in zip([None, *metrics], metrics):
         step["time_s"] = step["logged_at"] - before["logged_at"] if before else 1.0
     path.write_text("".join(json.dumps(step) + "\n" for step in metrics))
-    before = training_s(load_run(tmp_path))
+    before = training_s(read_run(tmp_path))
     assert downtime_s(metrics) == pytest.approx(0.0, abs=1e-6)
-    assert count_facts(load_run(tmp_path))["seconds"] == pytest.approx(before)
+    assert count_facts(read_run(tmp_path))["seconds"] == pytest.approx(before)
     for step in metrics[2:]:
         step["logged_at"] += 3600.0  # the run was killed, and resumed an hour later
     path.write_text("".join(json.dumps(step) + "\n" for step in metrics))
     assert downtime_s(metrics) == pytest.approx(3600.0)
-    assert training_s(load_run(tmp_path)) == pytest.approx(before)
-    assert count_facts(load_run(tmp_path))["seconds"] == pytest.approx(before)
+    assert training_s(read_run(tmp_path)) == pytest.approx(before)
+    assert count_facts(read_run(tmp_path))["seconds"] == pytest.approx(before)
