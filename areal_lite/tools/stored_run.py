@@ -1,6 +1,6 @@
-"""Serves the batches of a stored run: `python -m areal_lite.tools.stored_run RUN_DIR`.
+"""Train without servers on the batches of a stored run: `debug=train_only:RUN_DIR`.
 
-For `debug=train_only`: this process takes the place of the controller, and there are no servers.
+`python -m areal_lite.tools.stored_run RUN_DIR` is the process in the place of the controller.
 
 * The batch of step k is the one that step k of the stored run trained on. The same code shards
   and masks it, so the trainer gets equal bytes if the settings are equal.
@@ -9,24 +9,23 @@ For `debug=train_only`: this process takes the place of the controller, and ther
 """
 
 import asyncio
-import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from areal_lite.config import TrainConfig, load_config, stored_settings, value_of
+from areal_lite.config import TrainConfig, load_config, save_config, stored_settings, value_of
 from areal_lite.controller import protocol
 from areal_lite.controller.batches import batch_stats, source_stats
 from areal_lite.controller.buffer import BatchAssignment, GroupQueue, drawn_batch
+from areal_lite.launch.roles import Placement, Roles
 from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.resume import lock_controller
 from areal_lite.run_dir.store_format import NOT_KEPT, TOKENS, WITH_ROUTES
 from areal_lite.system.processes import die_with_parent, run_role
 from areal_lite.trajectory import Group, Trajectory
-
-log = logging.getLogger(__name__)
 
 
 class StoredBatches(RunReader):
@@ -87,11 +86,15 @@ def stored_run(config: TrainConfig) -> Path:
     return Path(run_dir)
 
 
-def check_stored_run(config: TrainConfig) -> None:
+def check(config: TrainConfig) -> None:
     """Check that the stored run is one and still has the tokens that the steps need.
 
     Raises ValueError if not.
     """
+    if config.eval.problems or config.buffer.replay.capacity:
+        raise ValueError(
+            "debug=train_only has no servers: set eval.problems=0 and buffer.replay.capacity=0"
+        )
     run_dir = stored_run(config)
     stored_max_staleness(run_dir)
     store = StoredBatches(run_dir / STORE_FILE)
@@ -102,6 +105,28 @@ def check_stored_run(config: TrainConfig) -> None:
             f"debug=train_only:{run_dir}: {NOT_KEPT} for steps up to {last + 1}, which the "
             f"trainer.steps={config.trainer.steps} need: give a run with a larger store.max_gib"
         )
+
+
+def run(
+    config: TrainConfig, run_dir: Path, placement: Placement, report_steps: Callable[[], None]
+) -> None:
+    """Train on the batches of a stored run. Raises RoleFailed when a role fails.
+
+    `report_steps` is called several times a second.
+    """
+    from areal_lite.tools.report.run_watch import CONSOLE  # of this process alone
+
+    save_config(config, run_dir)
+    with Roles(run_dir) as roles:
+        controller = roles.start_module("controller", __name__)
+        ranks = roles.start_ranks("areal_lite.trainer.loop", config.trainer, placement.trainer)
+        with CONSOLE.watch(config, run_dir) as show:
+
+            def watch() -> None:
+                show()
+                report_steps()
+
+            roles.wait([*ranks, controller], watch=watch)
 
 
 class StoredRunController:
