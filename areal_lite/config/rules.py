@@ -102,6 +102,8 @@ def check_trainer(trainer: TrainerConfig, key: str = "trainer") -> None:
     if trainer.min_lr > trainer.lr:
         raise ValueError(f"{key}.min_lr={trainer.min_lr}: must be at most {key}.lr={trainer.lr}")
     check_targets(trainer.lora, key=f"{key}.lora")
+    if trainer.lora.rank and trainer.optimizer == "muon":
+        raise ValueError(f"{key}.optimizer=muon takes no adapters: set {key}.lora.rank=0, or adam")
     shards = trainer.data_parallel * trainer.minibatches
     if trainer.batch_groups % shards:
         raise ValueError(

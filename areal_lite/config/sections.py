@@ -309,9 +309,9 @@ class TrainerConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: str = setting(
         "adam",
-        "adam is AdamW. sgd has no momentum and does not rescale the gradient, so a smaller "
-        "gradient is a smaller step; in bfloat16 every data-parallel rank has all master weights.",
-        choices=("adam", "sgd"),
+        "adam is AdamW. muon makes the updates of matrices orthogonal. sgd has no momentum and "
+        "does not rescale the gradient. With these two each data-parallel rank has all state.",
+        choices=("adam", "muon", "sgd"),
     )
     lr: float = setting(1e-4, "Learning rate.", within=(1e-12, 1))
     lr_schedule: str = setting(

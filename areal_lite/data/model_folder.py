@@ -5,6 +5,7 @@ Each problem is a ValueError of one line that names the file, the place in it an
 
 import json
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,14 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MTP = "mtp."  # predicts several tokens at once, for speculation, and is not trained
 _OPTIONAL = (".bias", ".inv_freq", _HEAD)
-_CHUNK = 1 << 26  # bytes that are compared at a time
+_CHUNK = 1 << 17  # bytes that are looked at at a time: the processor's caches hold them
+# dtype -> integers of its size, and all bits of its exponent, which only what is not finite has.
+_EXPONENTS = {
+    "F64": (np.uint64, np.uint64(0x7FF << 52)),
+    "F32": (np.uint32, np.uint32(0xFF << 23)),
+    "BF16": (np.uint16, np.uint16(0xFF << 7)),
+    "F16": (np.uint16, np.uint16(0x1F << 10)),
+}
 UNTRAINED = ".e_score_correction_bias"  # the end of the names of tensors that no training changes
 # The names in `megatron.architectures`, which imports torch.
 MODEL_TYPES = (
@@ -34,6 +42,12 @@ MODEL_TYPES = (
 WINDOWS = dict.fromkeys(("qwen3_moe", "mistral", "phi3"), "all") | dict.fromkeys(
     ("qwen2", "qwen3", "smollm3", "olmo3", "gemma3_text", "gpt_oss"), "typed"
 )
+# How rotary frequencies may be stretched, where that is not all of _ROPE_TYPES.
+ROPE_TYPES = dict.fromkeys(_PARTIAL := ("phi3", "glm4_moe", *DELTA_NETS), ("default",)) | {
+    "gemma3_text": ("default", "linear"),
+    "deepseek_v3": ("default", "yarn"),
+}
+_ROPE_TYPES = ("default", "llama3", "yarn")
 # Tensor parallelism splits these evenly.
 _SPLIT_SIZES = (
     *("num_attention_heads", "num_key_value_heads", "linear_num_key_heads"),
@@ -95,18 +109,60 @@ def expert_layout(folder: Path) -> ExpertLayout | None:
     )
 
 
-def check_split(described: Mapping[str, Any], trainer: TrainerConfig) -> None:
-    """Raise ValueError if the trainer's ranks cannot split a model, as its config.json says."""
-    if "vision_config" in described:
-        kind, how = described.get("model_type"), "AutoModelForCausalLM.from_pretrained(FOLDER)"
+def unsupported(config: Mapping[str, Any]) -> str:
+    """Say what the trainer cannot train of a model with this config.json; "" for nothing."""
+    kind = config.get("model_type")
+    if "vision_config" in config:
+        how = "AutoModelForCausalLM.from_pretrained(FOLDER)"
         if kind == "gemma3":  # transformers has no conversion
             how = "whole = Gemma3Model.from_pretrained(FOLDER); text ="
             how += " Gemma3ForCausalLM(whole.config.text_config); text.model.load_state_dict("
             how += "whole.language_model.state_dict()); text"
-        raise ValueError(
+        return (
             f"model type {kind!r} has a vision part, which is not trained: save its text model by"
             f" {how}.save_pretrained(NEW) of transformers, and its tokenizer"
         )
+    if kind not in (None, *MODEL_TYPES):  # check_weights refuses None
+        known = ", ".join(MODEL_TYPES)
+        return f"model type {kind!r} is not supported by the trainer: use one of {known}"
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        return (
+            f"quantization_config says {method!r:.40}, and training changes numbers that are not"
+            " quantised: use the checkpoint in bfloat16 (docs/training.md, Models)"
+        )
+    names = [] if kind in ("qwen2", "glm4_moe", "gpt_oss") else ["attention_bias"]
+    for name in ["mlp_bias", *names, *["sliding_window"] * (kind not in WINDOWS)]:
+        if value := config.get(name):
+            return f"{name}={value} is not supported by the trainer: use a checkpoint without it"
+    activation = "gelu_pytorch_tanh" if kind == "gemma3_text" else "silu"
+    key = "hidden_act" if "hidden_act" in config else "hidden_activation"
+    if (found := config.get(key, activation)) != activation:
+        return f"{key}={found} is not supported by the trainer: use a model with {activation}"
+    return _unsupported_rope(kind, config)
+
+
+def _unsupported_rope(kind: Any, config: Mapping[str, Any]) -> str:
+    """Say why a rotary embedding is not supported. Older releases had other names for its parts."""
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = config.get(key) or {}
+    full = rope.get("full_attention", rope) if isinstance(rope, dict) else None
+    if not isinstance(full, dict):
+        return f"{key}={rope!r:.100} is not an object: copy the checkpoint again"
+    found, known = full.get("rope_type", full.get("type")), ROPE_TYPES.get(kind, _ROPE_TYPES)
+    part = full.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if (found or "default") in known and (part in (None, 1.0) or kind in _PARTIAL):
+        return ""
+    return (
+        f"{key} {full!r:.150} are not supported by the trainer for {kind}: use rope_type"
+        f" {' or '.join(known)}" + ("" if kind in _PARTIAL else ", over whole heads")
+    )
+
+
+def check_split(described: Mapping[str, Any], trainer: TrainerConfig) -> None:
+    """Raise ValueError if the trainer cannot train a model with this config.json, or split it."""
+    if problem := unsupported(described):
+        raise ValueError(problem)
     ranks = trainer.tensor_parallel
     for name in _SPLIT_SIZES:
         if (size := described.get(name) or 0) % ranks:
@@ -156,15 +212,22 @@ def weight_files(folder: Path) -> dict[str, Path]:
     for path in sorted(files & found):
         try:
             with safe_open(path, "numpy") as reader:
-                tensors.update(dict.fromkeys(reader.keys(), path))
+                here = dict.fromkeys(reader.keys(), path)
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{path}: not a complete safetensors file ({error}); copy the checkpoint again"
             ) from None
+        if twice := tensors.keys() & here:
+            raise ValueError(
+                f"{path}: {min(twice)} is in {tensors[min(twice)].name}, too;"
+                " copy the checkpoint again"
+            )
+        tensors |= here
     for tensor, file in named.items():
         if tensors.get(tensor) != folder / file:
+            why = "does not have it" if folder / file in found else "is not there"
             raise ValueError(
-                f"{folder / _INDEX}: {tensor} should be in {file}, which does not have it;"
+                f"{folder / _INDEX}: {tensor} should be in {file}, which {why};"
                 " copy the checkpoint again"
             )
     return tensors
@@ -200,7 +263,7 @@ def check_weights(folder: Path) -> None:
             " copy both from the same checkpoint"
         )
     if _is_tied(config) and _HEAD in tensors:
-        head, embedding = (raw_tensor(tensors[name], name) for name in (_HEAD, EMBEDDING))
+        head, embedding = (_raw_tensors(tensors[name])[name][1] for name in (_HEAD, EMBEDDING))
         equal = map(np.array_equal, _chunks(head), _chunks(embedding))
         if len(head) != len(embedding) or not all(equal):
             raise ValueError(
@@ -288,12 +351,34 @@ def _is_net(config: Mapping[str, Any], layer: int) -> bool:
     return (layer + 1) % (config.get("full_attention_interval") or 4) > 0
 
 
-def raw_tensor(path: Path, name: str) -> np.ndarray:
-    """Map the bytes of a tensor of a safetensors file: uint8 [n]."""
+def check_numbers(folder: Path) -> None:
+    """Raise ValueError for a tensor with a number that is not finite."""
+
+    def check(path: Path) -> None:
+        for name, (dtype, data) in _raw_tensors(path).items():
+            if dtype not in _EXPONENTS:
+                continue
+            integers, infinite = _EXPONENTS[dtype]
+            for piece in _chunks(data):
+                if (piece.view(integers) & infinite).max() == infinite:
+                    raise ValueError(
+                        f"{path}: {name} has numbers that are not finite; copy it again"
+                    )
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(check, sorted(set(weight_files(folder).values()))))
+
+
+def _raw_tensors(path: Path) -> dict[str, tuple[str, np.ndarray]]:
+    """Map the bytes of all tensors of a safetensors file, uint8 [n], with their dtypes."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        start, end = json.loads(file.read(size))[name]["data_offsets"]
-    return np.memmap(path, np.uint8, "r", 8 + size + start, (end - start,))
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    data = np.memmap(path, np.uint8, "r", 8 + size) if any(header) else np.empty(0, np.uint8)
+    return {
+        name: (each["dtype"], data[slice(*each["data_offsets"])]) for name, each in header.items()
+    }
 
 
 def _chunks(data: np.ndarray) -> Iterator[np.ndarray]:

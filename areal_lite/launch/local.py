@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 from areal_lite.config import TrainConfig, reference_folders, save_config
-from areal_lite.data.model_folder import check_model_folder
+from areal_lite.data.model_folder import check_model_folder, check_numbers
 from areal_lite.extensions import DEBUG_MODES, OBSERVERS, load
 from areal_lite.launch.roles import (
     Placement,
@@ -149,6 +149,7 @@ def train_and_report(config: TrainConfig, on_step: OnStep | None = None) -> bool
         return False
     for model in filter(None, {config.model, *reference_folders(config).values()}):
         check_model_folder(Path(model))
+        check_numbers(Path(model))
     started_at = time.time()
     try:
         train(config, run_dir, on_step)

@@ -7,11 +7,12 @@ that exist already. Rules that need nothing but the settings are in config/rules
 import os
 import re
 import shutil
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from areal_lite.config import (
+    LoraConfig,
     ServerConfig,
     TrainConfig,
     TrainerConfig,
@@ -137,6 +138,7 @@ def _training(config: TrainConfig) -> None:
         if folder not in (None, config.model):
             key = f"data.sources.{source}.reference" if source else "algo.reference"
             check_model(key, folder)
+            check_layout(replace(config.trainer, lora=LoraConfig()), folder)
             _same_tokens(config.model, key, folder)
     for name in config.rollout.filters:
         if name != zero_variance.__name__:
@@ -168,10 +170,13 @@ def check_model(key: str, model: str) -> None:
 
 
 def check_layout(trainer: TrainerConfig, model: str) -> None:
-    """Check that the model can be split over the ranks, and that its layers can have adapters."""
-    described = read_json(Path(model) / "config.json")
+    """Check that the trainer knows the model, can split it, and can adapt its layers."""
+    described = read_json(file := Path(model) / "config.json")
     check_targets(trainer.lora, has_experts=num_experts(described) > 0)
-    check_split(described, trainer)
+    try:
+        check_split(described, trainer)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def check_window(config: TrainConfig) -> None:

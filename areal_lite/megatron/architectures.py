@@ -2,9 +2,9 @@
 
 To add one:
 
-1. Add an entry to `ARCHITECTURES`, and its name to `MODEL_TYPES` and `WINDOWS` in
-   data/model_folder.py. A parameter that no other family has also needs its name and shape there,
-   and its size in tools/memory.py.
+1. Add an entry to `ARCHITECTURES`, and its name to the tables of names in data/model_folder.py.
+   A parameter that no other family has also needs its name and shape there, and its size in
+   tools/memory.py.
 2. Add its name to the choices of `architecture` in quickstart/command.py, which makes tiny models
    of it, with settings of its own in quickstart/make_model.py. Write docs/configuration.md again.
 3. Add a model to `FAMILIES` in tests/ranks/test_families.py. It is then compared with transformers
@@ -27,13 +27,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from areal_lite.config import TrainerConfig
 from areal_lite.config.rules import check_targets
-from areal_lite.data.model_folder import (
-    WINDOWS,
-    check_split,
-    has_delta_net,
-    has_window,
-    num_experts,
-)
+from areal_lite.data.model_folder import check_split, has_delta_net, has_window, num_experts
 from areal_lite.megatron.kernels import gelu_tanh, quick_gelu
 from areal_lite.megatron.parameters import (
     QKV,
@@ -123,7 +117,7 @@ SHARED_EXPERT: Mapping = {
 GATED_QKV: Mapping = {
     "self_attention.linear_qkv.weight": GatedQKV(
         *(f"self_attn.{name}_proj.weight" for name in "qkv")
-    ),
+    )
 }
 DELTA_NET: Mapping = {
     "self_attention.in_proj.weight": DeltaNet(
@@ -138,7 +132,7 @@ DELTA_NET: Mapping = {
 PACKED_INPUT: Mapping = {
     "self_attention.in_proj.weight": DeltaNet(
         "linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"
-    ),
+    )
 }
 
 # A router of sigmoids chooses by them plus a bias. An MLP stands beside the experts.
@@ -185,12 +179,9 @@ class Architecture:
     fields: Callable[[PretrainedConfig], dict[str, Any]] = lambda hf: {}
     # Raises ValueError for a configuration that would be computed wrongly.
     check: Callable[[PretrainedConfig], None] = lambda hf: None
-    rope_types: tuple[str, ...] = ("default", "llama3", "yarn")
-    partial_rotary: bool = False  # it may rotate a part of each head
     # Frequencies are stretched in layers without a window only.
     plain_in_windows: bool = False
     centered: bool = False  # norms multiply by 1 + weight
-    activation: str = "silu"
     scaled_embedding: bool = False  # times the square root of its width
 
     @property
@@ -398,20 +389,17 @@ def _check_yarn(hf: PretrainedConfig) -> None:
 def _with_nets(net: Mapping, mlp: Mapping, **options: Any) -> Architecture:
     """Return a family in which some layers have a gated delta net instead of attention."""
     layers = {"layer": NORMS | ATTENTION | GATED_QKV | QK_NORM | mlp, "delta": NORMS | net | mlp}
-    options |= {"rope_types": ("default",), "partial_rotary": True, "centered": True}
-    return Architecture(**layers, fields=_delta_net, **options)
+    return Architecture(**layers, fields=_delta_net, centered=True, **options)
 
 
 ARCHITECTURES = {
     # Qwen2 and Qwen2.5: biases on queries, keys and values.
     "qwen2": Architecture(
-        layer=NORMS | ATTENTION | QKV_BIAS | GATED_MLP,
-        fields=lambda hf: {"add_qkv_bias": True},
+        layer=NORMS | ATTENTION | QKV_BIAS | GATED_MLP, fields=lambda hf: {"add_qkv_bias": True}
     ),
     # Dense: RMSNorm over the queries and keys of each head.
     "qwen3": Architecture(
-        layer=NORMS | ATTENTION | QK_NORM | GATED_MLP,
-        fields=lambda hf: {"qk_layernorm": True},
+        layer=NORMS | ATTENTION | QK_NORM | GATED_MLP, fields=lambda hf: {"qk_layernorm": True}
     ),
     # A token goes to the experts with the largest router probabilities, in every layer.
     "qwen3_moe": Architecture(
@@ -423,8 +411,6 @@ ARCHITECTURES = {
         absent=_absent_glm4_moe,
         fields=_glm4_moe,
         check=_check_glm4_moe,
-        rope_types=("default",),
-        partial_rotary=True,
     ),
     # Llama 2 and 3. Llama 3.1 stretches low rotary frequencies.
     "llama": Architecture(layer=NORMS | ATTENTION | GATED_MLP),
@@ -437,11 +423,7 @@ ARCHITECTURES = {
         },
     ),
     # Phi-3 and Phi-4 in a file of fused matrices.
-    "phi3": Architecture(
-        layer=NORMS | ATTENTION | FUSED_QKV | GATED_MLP | FUSED_GATE,
-        rope_types=("default",),
-        partial_rotary=True,
-    ),
+    "phi3": Architecture(layer=NORMS | ATTENTION | FUSED_QKV | GATED_MLP | FUSED_GATE),
     # Without qk_layernorm, with which Megatron would sum the gradients of different heads' weights.
     "olmo3": Architecture(
         layer=NORMS_AFTER | ATTENTION | WIDE_QK_NORM | GATED_MLP,
@@ -454,7 +436,6 @@ ARCHITECTURES = {
         absent=_absent_deepseek_v3,
         fields=_deepseek_v3,
         check=_check_deepseek_v3,
-        rope_types=("default", "yarn"),
     ),
     # Queries also attend to a sink without a value; experts have limits and biases.
     "gpt_oss": Architecture(
@@ -470,9 +451,7 @@ ARCHITECTURES = {
             "softmax_scale": hf.query_pre_attn_scalar**-0.5,
         },
         check=_check_gemma3,
-        rope_types=("default", "linear"),
         centered=True,
-        activation="gelu_pytorch_tanh",
         scaled_embedding=True,
     ),
     "qwen3_next": _with_nets(
@@ -485,36 +464,10 @@ ARCHITECTURES = {
 
 def check_supported(hf: PretrainedConfig, trainer: TrainerConfig) -> None:
     """Raise ValueError for a model that would be computed wrongly or cannot be split this way."""
-    if hf.model_type not in ARCHITECTURES:
-        raise ValueError(
-            f"model type {hf.model_type!r} is not supported by the trainer:"
-            f" use one of {', '.join(ARCHITECTURES)}"
-        )
-    known, rope = ARCHITECTURES[hf.model_type], full_rope(hf)
-    known.check(hf)
-    kind = rope.get("rope_type", "default")
-    partial = rope.get("partial_rotary_factor", 1.0) != 1.0
-    if kind not in known.rope_types or (partial and not known.partial_rotary):
-        raise ValueError(
-            f"rope_parameters {rope} are not supported by the trainer for {hf.model_type}:"
-            f" use rope_type {' or '.join(known.rope_types)}"
-            + ("" if known.partial_rotary else ", over whole heads")
-        )
-    if kind == "yarn":
+    check_split(hf.to_dict(), TrainerConfig())  # on one rank
+    ARCHITECTURES[hf.model_type].check(hf)
+    if full_rope(hf).get("rope_type") == "yarn":
         _check_yarn(hf)
-    names = ["mlp_bias", "quantization_config"]
-    # Without QKV_BIAS, it would be a bias of the attention's result, too.
-    names += [] if QKV_BIAS.items() <= known.layer.items() else ["attention_bias"]
-    for name in ["sliding_window", *names] if hf.model_type not in WINDOWS else names:
-        if value := getattr(hf, name, None):
-            raise ValueError(
-                f"{name}={value} is not supported by the trainer: use a checkpoint without it"
-            )
-    name = "hidden_act" if hasattr(hf, "hidden_act") else "hidden_activation"
-    if (found := getattr(hf, name)) != known.activation:
-        raise ValueError(
-            f"{name}={found} is not supported by the trainer: use a model with {known.activation}"
-        )
     check_split(hf.to_dict(), trainer)
     check_targets(trainer.lora, has_experts=num_experts(vars(hf)) > 0)
 

@@ -48,7 +48,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 
 from areal_lite.config import LoraConfig
 from areal_lite.megatron.model import Chunks
-from areal_lite.megatron.optimizer import is_sharded
 from areal_lite.megatron.parallel import on_every_rank
 from areal_lite.megatron.policy import TrainableModel
 from areal_lite.run_dir.paths import CHECKPOINT_MARKER
@@ -235,6 +234,11 @@ def _host_copy(request: AsyncRequest, parts: Mapping[str, TrainableModel]) -> li
             part.model.parameters(),
             part.model.buffers(),
             *(one.get_parameters() for one in part.optimizer.chained_optimizers),
+            *(
+                state.values()
+                for one in part.optimizer.chained_optimizers
+                for state in one.optimizer.state.values()
+            ),
         )
     }
 
@@ -284,8 +288,7 @@ def sharded_state(parts: Mapping[str, TrainableModel], is_loading: bool) -> dict
     sharding = format_metadata()
     state: dict[str, Any] = {}
     for name, part in parts.items():
-        if is_sharded(part.config):
-            _make_moments(part.optimizer)
+        _make_moments(part.optimizer)
         model = part.model.sharded_state_dict(metadata=sharding)
         state[name] = {
             "model": model,
@@ -302,13 +305,11 @@ def sharded_state(parts: Mapping[str, TrainableModel], is_loading: bool) -> dict
 
 def _make_moments(optimizer: Any) -> None:
     """Make the moments of Adam, as zeros. There are none before the first update."""
-    if any(one.optimizer.state for one in optimizer.chained_optimizers):
-        return
-    optimizer.load_state_dict(optimizer.state_dict())  # makes them without setting them
     for one in optimizer.chained_optimizers:
-        for moments in one.optimizer.state.values():
-            moments["exp_avg"].zero_()
-            moments["exp_avg_sq"].zero_()
+        one.init_state_fn(one.optimizer)
+        if isinstance(one.optimizer, torch.optim.AdamW):
+            for parameter, moments in one.optimizer.state.items():
+                moments.setdefault("step", parameter.new_zeros(()))
 
 
 def check_state(folder: Path, common: dict[str, Any], parts: Mapping[str, TrainableModel]) -> None:

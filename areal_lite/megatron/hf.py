@@ -55,13 +55,11 @@ def _is_expert(name: str) -> bool:
     return ".local_experts." in name
 
 
-def split_rank(name: str) -> tuple[int, int]:
-    """Return (this rank, ranks) of the group over which the parameter is split."""
-    group = parallel_state.get_tensor_model_parallel_group
+def split_group(name: str) -> dist.ProcessGroup:
+    """Return the ranks over which the parameter is split."""
     if _is_expert(name):
-        group = parallel_state.get_expert_tensor_parallel_group
-    split = process_group(group())
-    return split.rank(), split.size()
+        return process_group(parallel_state.get_expert_tensor_parallel_group())
+    return process_group(parallel_state.get_tensor_model_parallel_group())
 
 
 class WeightStream:
@@ -76,7 +74,7 @@ class WeightStream:
         self._adapters = dict(adapters(chunks))
         parameters = sorted(self._parameters(chunks), key=_order)
         self.own = {name: p for name, p in parameters if self._sends(name)}
-        mine = [(name, split_rank(name)[0], tuple(p.shape)) for name, p in self.own.items()]
+        mine = [(name, split_group(name).rank(), tuple(p.shape)) for name, p in self.own.items()]
         rank = dist.get_rank()
         gathered: list = [None] * dist.get_world_size()
         dist.gather_object(mine, gathered if rank == 0 else None)
@@ -119,7 +117,7 @@ class WeightStream:
         """Return whether this rank gives its shard of the parameter to rank 0."""
         if name == "output_layer.weight" and self.hf.tie_word_embeddings:
             return False  # a last pipeline stage's copy of the embedding
-        if self._is_replicated(name) and split_rank(name)[0] > 0:
+        if self._is_replicated(name) and split_group(name).rank() > 0:
             return False
         if _is_expert(name):
             return parallel_state.get_expert_data_parallel_rank() == 0
@@ -248,7 +246,8 @@ def load_hf(chunks: Sequence[Backbone], folder: Path, hf: PretrainedConfig) -> N
                     f"{folder}: no tensor {tensor} in its safetensors files: is it complete?"
                 )
         sources = [readers[index[tensor]].get_slice(tensor) for tensor in plan.names]
-        shard = plan.shard(hf, sources, *split_rank(name))
+        split = split_group(name)
+        shard = plan.shard(hf, sources, split.rank(), split.size())
         if shard.shape != parameter.shape:
             raise ValueError(
                 f"{folder}: {plan.names[0]} does not have the shape that config.json implies"

@@ -1,9 +1,10 @@
-"""AdamW or SGD with float32 master weights, its learning-rate schedule, and offloading.
+"""AdamW, Muon or SGD with float32 master weights, their learning-rate schedule, and offloading.
 
 Schedules count updates (optimizer steps): a training step has `trainer.minibatches` of them.
 AdamW's moments and master weights are sharded over the data-parallel ranks (Megatron's distributed
-optimizer; ZeRO stage 1, arXiv:1910.02054). That optimizer takes AdamW only. With SGD every
-data-parallel rank reduces the whole gradient and makes the whole update.
+optimizer; ZeRO stage 1, arXiv:1910.02054). That optimizer takes AdamW only. With Muon or SGD every
+data-parallel rank reduces the whole gradient and makes the whole update. Megatron-core's own Muon
+calls a package whose only release does not fit it.
 """
 
 import math
@@ -11,15 +12,21 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
+import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+from transformers import PretrainedConfig
 
 from areal_lite.config import TrainerConfig
+from areal_lite.megatron.architectures import layout
+from areal_lite.megatron.hf import split_group
 from areal_lite.megatron.parallel import on_every_rank
 
-ADAM_BETA1 = 0.9
+ADAM_BETA1, MUON_MOMENTUM = 0.9, 0.95
+# Of an update, about what AdamW's have, so that its learning rates suit Muon (arXiv:2502.16982).
+_ROOT_MEAN_SQUARE = 0.2
 
 
 def is_sharded(config: TrainerConfig) -> bool:
@@ -27,16 +34,83 @@ def is_sharded(config: TrainerConfig) -> bool:
     return config.optimizer == "adam"
 
 
+def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bring the singular values of a matrix to about 1, computing in `dtype`.
+
+    Five Newton-Schulz iterations X <- a X + b (X X^T) X + c (X X^T)^2 X from X = matrix / |matrix|
+    (Jordan et al., 2024, kellerjordan.github.io/posts/muon).
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    wide = matrix.shape[0] <= matrix.shape[1]
+    x = matrix if wide else matrix.t()
+    x = (x / x.norm().clamp_min(1e-7)).to(dtype)
+    for _ in range(5):
+        square = x @ x.t()
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return (x if wide else x.t()).to(matrix.dtype)
+
+
+class Muon(torch.optim.AdamW):
+    """Momentum M with orthogonal updates of matrices W [m, n] that have gradients G.
+
+    M <- 0.95 M + 0.05 G
+    W <- (1 - lr decay) W - 0.2 lr sqrt(max(m, n)) orthogonal(0.95 M + 0.05 G)
+
+    The matrices are those of the Hugging Face checkpoint. A parameter of Megatron may have several
+    (query, key and value; gate and up; experts), and ranks a part of each, which they exchange.
+    owners: the chunk and the name of each parameter of matrices. AdamW updates the others.
+    """
+
+    def __init__(
+        self, groups: Any, owners: dict[Any, Any], hf: PretrainedConfig, dtype: torch.dtype
+    ):
+        super().__init__(groups)
+        self.owners, self.hf, self.dtype = owners, hf, dtype
+        for weight in [each for group in groups for each in group["params"] if each in owners]:
+            self.state[weight]["step"] = weight.new_zeros(())  # Megatron wants the same for all
+            self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+
+    @torch.no_grad()
+    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update all weights; each has a gradient."""
+        for group in self.param_groups:
+            for weight in [each for each in group["params"] if each in self.owners]:
+                state, gradient = self.state[weight], weight.grad
+                momentum = state["momentum_buffer"].lerp_(gradient, 1 - MUON_MOMENTUM)
+                update = gradient.lerp(momentum, MUON_MOMENTUM)
+                chunk, name = self.owners[weight]
+                for each in chunk.matrices(name, update):
+                    self._orthogonalize(*each)
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.sub_(update, alpha=group["lr"])
+                state["step"] += 1
+                weight.grad = None  # nothing is left for AdamW
+        super().step()
+
+    def _orthogonalize(self, name: str, own: Tensor) -> None:
+        """Replace this rank's part of the matrices of parameter `name` by that of their updates."""
+        plan, group = layout(name, self.hf), split_group(name)
+        parts = [own]
+        if group.size() > 1 and not plan.replicated:
+            parts = [torch.empty_like(own) for _ in range(group.size())]
+            dist.all_gather(parts, own, group)
+        updates = [
+            _ROOT_MEAN_SQUARE * max(x.shape) ** 0.5 * orthogonal(x, self.dtype)
+            for x in plan.join(self.hf, parts)
+        ]
+        own.copy_(plan.cut(self.hf, updates, group.rank(), group.size()))
+
+
 def build_optimizer(
-    config: TrainerConfig, dtype: torch.dtype, ddps: Iterable[DistributedDataParallel]
+    config: TrainerConfig, hf: PretrainedConfig, dtype: torch.dtype, ddps: Iterable[Any]
 ) -> Any:
-    """Build the optimizer for the models in `ddps`; biases and norms are not decayed.
+    """Build the optimizer for the wrapped chunks `ddps`; biases and norms are not decayed.
 
     One kernel makes AdamW's updates: no temporary copies, and on a CPU three times as fast as the
     loop that Megatron would choose.
     """
     described = OptimizerConfig(
-        optimizer=config.optimizer,
+        optimizer="sgd" if config.optimizer == "sgd" else "adam",
         lr=config.lr,
         min_lr=config.min_lr,
         adam_beta1=ADAM_BETA1,
@@ -50,12 +124,21 @@ def build_optimizer(
         use_distributed_optimizer=is_sharded(config),
     )
     optimizer: Any = get_megatron_optimizer(described, [*ddps], use_gloo_process_groups=False)
-    if config.optimizer == "adam":
-        for group in optimizer.param_groups:
-            group["fused"] = True
-    else:  # Megatron calls this before it loads state, and sets none for SGD, which has no state.
+    if config.optimizer == "sgd":  # Megatron calls this before it loads state, and sets none.
         for one in optimizer.chained_optimizers:
             one.init_state_fn = lambda *_: None
+        return optimizer
+    if config.optimizer == "muon":
+        owners = {
+            getattr(weight, "main_param", weight): (ddp.module, name)
+            for ddp in ddps
+            for name, weight in ddp.module.named_parameters()
+            if ".layers." in name and all(x.ndim == 2 for _, x in ddp.module.matrices(name, weight))
+        }
+        for one in optimizer.chained_optimizers:
+            one.optimizer = Muon(one.optimizer.param_groups, owners, hf, dtype)
+    for group in optimizer.param_groups:
+        group["fused"] = True
     return optimizer
 
 
@@ -112,10 +195,10 @@ def apply_gradients(
 
 
 def move_moments(optimizer: Any, device: torch.device) -> None:
-    """Move Adam moments, if there are any, to a device."""
+    """Move the moments, if there are any, to a device."""
     for one in optimizer.chained_optimizers:
         for state in one.optimizer.state.values():
-            for name in state.keys() & {"exp_avg", "exp_avg_sq"}:
+            for name in state.keys() & {"exp_avg", "exp_avg_sq", "momentum_buffer"}:
                 moment = state[name]
                 if device.type == "cpu" and moment.is_cuda:  # page-locked: full speed of the bus
                     host = torch.empty_like(moment, device="cpu", pin_memory=True)

@@ -5,8 +5,9 @@ Each kind of parameter knows its Hugging Face tensors (`names`; matrices are [ou
 * `shard`: reads the part of one rank, and only that part, from the safetensors files,
 * `join`: makes the Hugging Face tensors from the parts of all ranks. A part is not copied where
   that can be avoided, because a weight push would read and write it once more.
+* `cut`: undoes `join` for one rank.
 
-Both only move numbers, so a round trip returns the same bits.
+They only move numbers, so a round trip returns the same bits.
 """
 
 from collections.abc import Sequence
@@ -42,6 +43,19 @@ class _Rows:
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
         assert isinstance(index, slice)
         return self.source[self.start + index.start : self.start + index.stop]
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A tensor in memory as a source."""
+
+    tensor: Tensor
+
+    def get_shape(self) -> list[int]:
+        return [*self.tensor.shape]
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        return self.tensor[index]
 
 
 def head_dim(hf: PretrainedConfig) -> int:
@@ -80,6 +94,10 @@ class Parameter:
     def join(self, hf: PretrainedConfig, shards: Sequence[Tensor]) -> list[Tensor]:
         """Make the Hugging Face tensors from the parts of all ranks, in order of rank."""
         raise NotImplementedError
+
+    def cut(self, hf: PretrainedConfig, tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+        """Cut the part of a rank out of `tensors`, which are like those that `join` makes."""
+        return self.shard(hf, [_Whole(tensor) for tensor in tensors], rank, ranks)
 
 
 class Replicated(Parameter):
@@ -136,6 +154,10 @@ class Stacked(Parameter):
     """A part of a tensor with one entry for each expert, which `join` returns alone: `expert`."""
 
     expert = 0
+
+    def cut(self, hf, tensors, rank, ranks):
+        first = type(self)(*self.names)  # the only expert of these tensors
+        return Parameter.cut(first, hf, [tensor[None] for tensor in tensors], rank, ranks)
 
     def _own(self, source: Source, rank: int, ranks: int, dim: int) -> Tensor:
         """Read the part of a rank along a dimension of an expert's entry."""

@@ -52,17 +52,16 @@ def adapt(module: str, source: str, table: tuple[Substitution, ...]) -> str:
 
 # Applies without Transformer Engine and Apex: Megatron-core then uses torch.optim.AdamW, which
 # keeps one `step` tensor for each parameter instead of one number for each parameter group.
-# Where: `DistributedOptimizer` in megatron/core/optimizer/distrib_optimizer.py.
+# Where: `DistributedOptimizer` in megatron/core/optimizer/distrib_optimizer.py, and optimizer.py.
 # Upstream: no report found; the main branch of August 2026 has the same code.
 # Remove when tests/ranks/test_checkpoint.py passes without these three.
 TORCH_ADAMW_FIXES = (
-    # `state_dict` asserts that there is a step, but an optimizer has none before its first update.
+    # `sharded_state_dict` leaves out a step of 0, and torch's `load_state_dict` needs it.
     Substitution(
         name="step of a fresh optimizer",
-        pattern=r"(inner_state_dict\[\"state\"\]\.values\(\)\]\)\))\n"
-        r"(\s+)assert len\(steps\) == 1\n\s+step = steps\[0\]",
-        replacement=r"\1\n\2assert len(steps) <= 1\n\2step = steps[0] if steps else 0",
-        counts={"optimizer.distrib_optimizer": 1},
+        pattern=r"if step:",
+        replacement="if step is not None:",
+        counts={"optimizer.optimizer": 2},
     ),
     # `_set_main_param_and_optimizer_states` copies `step` from the checkpoint's tensors, but the
     # checkpoint holds it in the parameter groups.

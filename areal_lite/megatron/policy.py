@@ -293,7 +293,7 @@ class TrainableModel(ParallelModel):
             DistributedDataParallel(config=chunk.config, ddp_config=ddp_config, module=chunk)
             for chunk in self.chunks
         ]
-        self.optimizer = build_optimizer(config, self.dtype, self.ddps)
+        self.optimizer = build_optimizer(config, self.hf_config, self.dtype, self.ddps)
         self.scheduler = build_scheduler(config, self.optimizer)
 
     def step(
@@ -340,9 +340,9 @@ class TrainableModel(ParallelModel):
         )
 
     def offload(self) -> None:
-        """Move Adam moments to host memory and free the gradient buffers, until `onload`.
+        """Move the moments to host memory and free the gradient buffers, until `onload`.
 
-        This frees 12 of the 18 bytes that a bfloat16 parameter takes with Adam, before sharding.
+        This frees 12 of the 18 bytes that a bfloat16 parameter takes with Adam, unsharded.
         Master weights stay, because in float32 they are the model's own.
         """
         cuda = torch.cuda.is_available()

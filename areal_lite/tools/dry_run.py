@@ -5,13 +5,11 @@ model's architecture and layout, and the GPUs of this machine. Nothing is starte
 downloaded.
 """
 
-import math
 import sys
 from dataclasses import fields
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig
 
 from areal_lite.config import (
@@ -26,7 +24,7 @@ from areal_lite.config import (
 from areal_lite.config.data import shares
 from areal_lite.config.help import show
 from areal_lite.config.rules import clip_is_idle
-from areal_lite.data.model_folder import check_weights, expert_layout, weight_files
+from areal_lite.data.model_folder import check_numbers, check_weights, expert_layout
 from areal_lite.data.prompts import PromptSet, Split, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.launch.roles import Placement, place_run
@@ -43,7 +41,6 @@ from areal_lite.weights.push import BUCKET_BYTES, choose_transport
 # A token with its log-prob and text in the store, measured (benchmarks/results/store.json).
 _STORED_BYTES = 6
 _ITEMSIZE = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
-_NUMBERS_AT_ONCE = 1 << 25
 _SHOWN = 200  # characters of an answer
 _MEASURED = 64  # prompts whose mean length is shown
 _IDLE_CLIP = (
@@ -94,17 +91,6 @@ def read_config(model: str) -> PretrainedConfig:
         reason = " ".join(str(error).split())
         file = Path(model) / "config.json"
         raise ValueError(f"{file}: transformers refuses it: {reason}") from error
-
-
-def check_numbers(folder: Path) -> None:
-    """Raise ValueError for a tensor with a number that is not finite."""
-    for name, path in weight_files(folder).items():
-        with safe_open(path, "pt") as reader:
-            part = reader.get_slice(name)
-            rows = max(1, _NUMBERS_AT_ONCE // max(math.prod(part.get_shape()[1:]), 1))
-            starts = range(0, part.get_shape()[0], rows) if part.get_shape() else ()
-            if not all(part[start : start + rows].isfinite().all() for start in starts):
-                raise ValueError(f"{path}: {name} has numbers that are not finite; copy it again")
 
 
 def model_lines(hf: PretrainedConfig, lora: LoraConfig) -> list[str]:

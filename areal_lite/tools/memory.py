@@ -7,8 +7,9 @@ arXiv:1910.02054) over d data- and context-parallel ranks, a rank needs, in byte
     weights b N · gradients 4 N · Adam moments 8 N / d
     float32 masters 4 N / d (none for b = 4, where the weights are their own masters)
 
-SGD has no moments, and its masters are not divided by d. With adapters (trainer.lora) only they
-have gradients, moments and masters.
+Muon has 4 bytes of momentum for an element of a matrix in a layer and Adam's moments for all else.
+SGD has no moments. Their masters and moments are not divided by d. With adapters (trainer.lora)
+only they have gradients, moments and masters.
 
 Activations are estimates of the tensors that autograd keeps (in the manner of Korthikanti et al.,
 2022, arXiv:2205.05198). Not counted: what an operation needs while it runs, fragmentation, and the
@@ -23,7 +24,7 @@ Symbols: hf is a Hugging Face configuration, itemsize the bytes of a parameter (
 pipeline stage.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
@@ -59,6 +60,8 @@ _PREFILL_TOKENS = 8192
 _LOGPROB_ROWS = 2048
 _SERVING_ITEMSIZE = 2
 _EXPERT_FC1 = "mlp.experts.local_experts.{expert}.linear_fc1.weight"
+# What the names of parameters in a layer that are no matrices end with.
+_VECTORS = ("norm.weight", "_bda.weight", "bias", "sinks", "correction", "a_log", "conv")
 # trainer.lora.targets -> the matrix that gets an adapter, whichever of them a layer has.
 _ADAPTED = {
     "qkv": ("self_attention.linear_qkv.weight", "self_attention.in_proj.weight"),
@@ -198,11 +201,21 @@ def num_parameters(hf: PretrainedConfig) -> int:
     return sum(size for _, size in parameter_sizes(hf))
 
 
-def rank_parameters(hf: PretrainedConfig, trainer: TrainerConfig, stage: int) -> tuple[int, int]:
-    """Count the parameters of each rank of a stage: (outside experts, of experts)."""
+def rank_parameters(
+    hf: PretrainedConfig,
+    trainer: TrainerConfig,
+    stage: int,
+    counts: Callable[[str], bool] = lambda name: True,
+) -> tuple[int, int]:
+    """Count the parameters of each rank of a stage: (outside experts, of experts).
+
+    `counts` tells by its name whether a parameter counts.
+    """
     stages, tensor = trainer.pipeline_parallel, trainer.tensor_parallel
     dense = experts = 0
     for name, size in parameter_sizes(hf, padded_vocab(hf, tensor)):
+        if not counts(name):
+            continue
         if name.startswith("decoder.layers."):
             on_stage = _stage_of(hf, trainer, int(name.split(".")[2])) == stage
         elif name.startswith("embedding."):
@@ -216,6 +229,11 @@ def rank_parameters(hf: PretrainedConfig, trainer: TrainerConfig, stage: int) ->
         elif on_stage:
             dense += size if layout(name, hf).replicated else size // tensor
     return dense, experts // _expert_parts(trainer)
+
+
+def is_layer_matrix(name: str) -> bool:
+    """Return whether Muon updates the parameter."""
+    return name.startswith("decoder.layers.") and not name.endswith(_VECTORS)
 
 
 def _expert_parts(trainer: TrainerConfig) -> int:
@@ -264,16 +282,20 @@ def rank_memory(
     hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, stage: int, *, gpu: bool = False
 ) -> RankMemory:
     """Estimate the memory of each rank of a stage, with full microbatches, on a GPU or without."""
-    dense, experts = rank_parameters(hf, trainer, stage)
+    held = sum(rank_parameters(hf, trainer, stage))
+    dense, experts = rank_parameters(hf, trainer, stage, lambda name: layout(name, hf).trained)
     adam = trainer.optimizer == "adam"
     replicas = trainer.data_parallel * trainer.context_parallel
     if trainer.lora.rank:
         trained = adapter_parameters(hf, trainer, stage)
-        held, sharded = dense + experts + trained, trained // replicas
+        held, sharded = held + trained, trained // replicas
     else:
-        held = trained = dense + experts
+        trained = dense + experts
         same_experts = trainer.tensor_parallel * replicas // _expert_parts(trainer)
         sharded = dense // replicas + experts // same_experts
+    moments = {"adam": 8 * sharded, "sgd": 0}.get(trainer.optimizer)
+    if moments is None:
+        moments = 8 * trained - 4 * sum(rank_parameters(hf, trainer, stage, is_layer_matrix))
     tokens = trainer.tokens_per_microbatch // trainer.context_parallel
     width = padded_vocab(hf, trainer.tensor_parallel) // trainer.tensor_parallel
     per_token = activation_bytes_per_token(hf, trainer, itemsize, stage, gpu=gpu)
@@ -283,7 +305,7 @@ def rank_memory(
         weights=itemsize * held,
         gradients=4 * trained,
         masters=0 if itemsize == 4 else 4 * (sharded if adam else trained),
-        moments=8 * sharded if adam else 0,
+        moments=moments,
         activations=int(tokens * per_token),
         head=4 * logits if stage == trainer.pipeline_parallel - 1 else 0,
     )

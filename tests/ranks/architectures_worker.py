@@ -80,6 +80,20 @@ def adapted(settings: TrainerConfig, folder: str, out: Path) -> dict:
     return {"adapted": engine.logprobs(make_microbatches(batch, 64)), "adapters": dict(pushed)}
 
 
+def orthogonalized(settings: TrainerConfig, folder: str, out: Path) -> int:
+    """Make one update with Muon and export it; return the elements of this rank's moments."""
+    engine = Policy(replace(settings, optimizer="muon"), folder, seed=1)
+    update(engine, 0)
+    engine.export_hf(out)
+    return sum(
+        value.numel()
+        for one in engine.optimizer.chained_optimizers
+        for state in one.optimizer.state.values()
+        for key, value in state.items()
+        if key != "step"
+    )
+
+
 def run(job: dict) -> dict:
     settings = TrainerConfig(**SETTINGS, **job["layout"])
     out = Path(job["out"])
@@ -108,6 +122,9 @@ def run(job: dict) -> dict:
             loaded = Policy(settings, folder, seed=1)
             load(loaded, where)
             results[name]["loaded"] = loaded.logprobs(make_microbatches(batch, 64))
+        if name in job.get("muon", ()):
+            moments = orthogonalized(settings, folder, out / f"{name}_muon")
+            results[name]["moments"] = moments
         if name in job.get("lora", ()):
             results[name] |= adapted(settings, folder, out / f"{name}_adapted")
         results[name]["parameters"] = sum(p.numel() for p in engine.model.parameters())

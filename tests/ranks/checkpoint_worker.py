@@ -44,8 +44,8 @@ class Story:
     """Training, saving and loading on this rank. Every method is a story."""
 
     def __init__(self, layout: dict, model: str, seed: int = 1, **overrides):
-        settings = TrainerConfig(**(SETTINGS | layout | overrides))
-        self.engine = Policy(settings, model, seed)
+        self.settings = SETTINGS | layout | overrides
+        self.engine = Policy(TrainerConfig(**self.settings), model, seed)
 
     def train(self, steps: range, poison: bool = False) -> list[dict[str, float]]:
         """Update once per step. `poison`: the loss of the last data-parallel rank is NaN."""
@@ -142,7 +142,7 @@ class Story:
 
     def before_any_update(self, folder: str) -> dict:
         """Save before the optimizer has moments, and load it. Then keep the newest."""
-        plain = Story({}, str(self.engine.source)).train(range(2))
+        plain = Story(self.settings, str(self.engine.source)).train(range(2))
         checkpoints = self.checkpoints(folder, keep=2)
         # Moments that nobody sets would be what this memory held.
         sizes = {p.numel() for p in self.engine.model.parameters()}
@@ -169,7 +169,7 @@ class Story:
         return self.train(range(3, 6))
 
     def offloaded(self) -> dict:
-        plain = Story({}, str(self.engine.source))
+        plain = Story(self.settings, str(self.engine.source))
         expected = plain.train(range(3))
         got = []
         sizes = set()

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 from areal_lite.config import TrainerConfig
-from areal_lite.tools.memory import activation_bytes_per_token, rank_parameters
+from areal_lite.tools.memory import activation_bytes_per_token, rank_memory, rank_parameters
 from tests.ranks.architectures_worker import SETTINGS, VOCAB
 from tests.ranks.engine_worker import random_batch
 from tests.ranks.test_architectures import (
@@ -25,6 +25,7 @@ from tests.ranks.test_architectures import (
     reference_logprobs,
     weights_of,
 )
+from tests.ranks.test_muon import scaled
 
 YARN = {
     "rope_type": "yarn",
@@ -147,6 +148,8 @@ LAYOUTS = {
 UNADAPTED = ("deepseek", "moonlight")
 ADAPTED = ("single", "tensor", "context", "pipeline")
 QUICK = ("single", "tensor", "context")
+# Fused and gated projections, latent attention, a delta net, and experts apart and stacked.
+ORTHOGONAL = ("moonlight", "gpt_oss", "phi4", "qwen3_next", "glm4_moe")
 
 
 def families(layout: str) -> tuple[str, ...]:
@@ -188,7 +191,8 @@ def results(folder):
         # Checkpoints of spread experts have an optimizer of their own.
         saved = "checkpoints" + "_of_experts" * ("expert_parallel" in LAYOUTS[layout])
         lora = [name for name in names if name not in UNADAPTED and layout in ADAPTED]
-        options = {"saved": str(folder / saved), "lora": lora}
+        muon = [name for name in ORTHOGONAL if name in names]
+        options = {"saved": str(folder / saved), "lora": lora, "muon": muon}
         return launch(LAYOUTS[layout], models, names, folder / layout, **options)
 
     return run
@@ -275,6 +279,30 @@ def test_a_family_computes_and_trains_as_transformers_do(results, folder, tmp_pa
     for key, tensor in after.items():
         moved = (tensor - before[key]).norm()
         assert (trained[key] - tensor).norm() <= 1e-3 * moved, key
+
+
+@pytest.mark.parametrize("layout, name", [case for case in CASES if case.values[1] in ORTHOGONAL])
+def test_muon_updates_each_matrix_of_a_file(results, folder, layout, name):
+    ranks, model = results(layout), reference(folder / name)
+    batch = random_batch(8, VOCAB, seed=0)
+    (-reference_logprobs(model, batch).sum() / len(batch.tokens)).backward()
+    before, after = weights_of(folder / name), weights_of(folder / layout / f"{name}_muon")
+    found = gradients_of(model)
+    matrices = [key for key in found if ".layers." in key and found[key].ndim == 2]
+    if name == "gpt_oss":  # all experts in one tensor
+        matrices = [key for key in matrices if not key.endswith("_bias")]
+        matrices += [key for key in found if found[key].ndim == 3]
+    for key in matrices:
+        each = found[key].double()
+        each = each if each.ndim == 3 else each[None]
+        wanted = SETTINGS["lr"] * torch.stack([scaled(matrix) for matrix in each])
+        got = (before[key].double() - after[key].double()).view_as(wanted)
+        assert (got - wanted).norm() <= 2e-3 * wanted.norm(), key
+    trainer = TrainerConfig(**LAYOUTS[layout], optimizer="muon")
+    hf = AutoConfig.from_pretrained(folder / name)
+    for number, rank in enumerate(ranks):
+        stage = number * trainer.pipeline_parallel // len(ranks)
+        assert 4 * rank[name]["moments"] == rank_memory(hf, trainer, 4, stage).moments
 
 
 @pytest.mark.parametrize("layout, name", CASES)

@@ -282,7 +282,7 @@ def test_shards_that_the_index_names(model: Path) -> None:
     index.write_text(json.dumps({"weight_map": weight_map}))
     check_model_folder(model)
     (model / names[1]).unlink()
-    assert f"should be in {names[1]}, which does not have it" in refusal(model)
+    assert f"should be in {names[1]}, which is not there" in refusal(model)
     for damaged in ("[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": null}'):
         index.write_text(damaged)
         assert index.name in refusal(model)

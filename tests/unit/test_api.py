@@ -57,6 +57,7 @@ def launched(monkeypatch) -> list[TrainConfig]:
 
     monkeypatch.setattr("areal_lite.launch.local.train", train)
     monkeypatch.setattr("areal_lite.launch.local.check_model_folder", lambda _: None)
+    monkeypatch.setattr("areal_lite.launch.local.check_numbers", lambda _: None)
     monkeypatch.setattr(
         "areal_lite.launch.local.finish",
         lambda config, run_dir, _: (run_dir / "summary.json").write_text('{"steps": 1}'),
@@ -144,6 +145,7 @@ def test_a_failure_of_the_run_is_an_exception(model: str, tmp_path: Path, monkey
     finished = []
     monkeypatch.setattr("areal_lite.launch.local.train", fail)
     monkeypatch.setattr("areal_lite.launch.local.check_model_folder", lambda _: None)
+    monkeypatch.setattr("areal_lite.launch.local.check_numbers", lambda _: None)
     monkeypatch.setattr("areal_lite.launch.local.finish", lambda *_: finished.append(1))
     with pytest.raises(RuntimeError, match="the trainer exited"):
         areal_lite.train({"+task": "addition", "model": model, "run_dir": str(tmp_path / "run")})

@@ -59,3 +59,10 @@ def test_experts_take_no_adapters(tmp_path: Path, command: str) -> None:
         check_config(find_command(command), config)
     config.trainer.lora.targets = ["qkv", "proj"]
     check_config(find_command(command), config)
+
+
+def test_muon_takes_no_adapters() -> None:
+    trainer = TrainerConfig(optimizer="muon", lora=LoraConfig(rank=8))
+    with pytest.raises(ValueError, match="trainer.optimizer=muon takes no adapters: set trainer.l"):
+        check_trainer(trainer)
+    check_trainer(TrainerConfig(optimizer="muon"))

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from areal_lite.config import TrainConfig, find_command, save_config
 from areal_lite.data.sampler import PromptSampler, SourceOrder
-from areal_lite.launch.preflight import check_config
+from areal_lite.launch.preflight import check_config, check_run_dir_of
 from areal_lite.run_dir.metrics import append_event, forget_after, read_events
 from areal_lite.run_dir.resume import (
     clear_stop_request,
@@ -359,7 +359,6 @@ def test_a_run_that_cannot_resume_is_refused(tmp_path, capsys) -> None:
     for other, complaint in (
         ({"model": tmp_path / "other"}, "model=.*other: the run in .* started with .*model and"),
         ({"seed": 9}, "seed=9: the run .* started with 1"),
-        ({"debug": "train_only:a"}, "debug=train_only:a continues no run"),
         ({"resume": "never"}, "holds a run already.*resume=auto"),
         ({"resume": "maybe"}, "resume=maybe: choose one of never, auto"),
         (
@@ -369,6 +368,10 @@ def test_a_run_that_cannot_resume_is_refused(tmp_path, capsys) -> None:
     ):
         with pytest.raises(ValueError, match=complaint):
             checked(settings | other)
+    half = checked(settings)
+    half.debug = "train_only:a"
+    with pytest.raises(ValueError, match="debug=train_only:a continues no run"):
+        check_run_dir_of(half)
 
 
 REPLAY = {

@@ -92,6 +92,7 @@ def test_the_remedy_for_a_moved_run_is_in_its_new_place(
     monkeypatch.setattr(local, "train", moved)
     monkeypatch.setattr(local, "observer", local.Observer)
     monkeypatch.setattr(local, "check_model_folder", lambda folder: None)
+    monkeypatch.setattr(local, "check_numbers", lambda folder: None)
     config = TrainConfig(model="m", run_dir=str(old))
     assert local.run_locked(config) == 1
     shown = capsys.readouterr().err

@@ -43,7 +43,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
 
 
 def test_a_copy_of_the_model_is_written():
-    layer, master = torch.nn.Linear(3, 2), torch.ones(2)
+    layer, master, momentum = torch.nn.Linear(3, 2), torch.ones(2), torch.ones(2)
     other = torch.zeros(2)  # copied by Megatron already
     request = AsyncRequest(
         None,
@@ -53,20 +53,30 @@ def test_a_copy_of_the_model_is_written():
             (
                 "file",
                 "key",
-                ([], [("weight", layer.weight.detach()), ("master", master), ("other", other)]),
+                (
+                    [],
+                    [
+                        ("weight", layer.weight.detach()),
+                        ("master", master),
+                        ("momentum", momentum),
+                        ("other", other),
+                    ],
+                ),
             )
         ],
     )
-    one = SimpleNamespace(get_parameters=lambda: [master])
+    state = {master: {"momentum_buffer": momentum}}
+    one = SimpleNamespace(get_parameters=lambda: [master], optimizer=SimpleNamespace(state=state))
     optimizer = SimpleNamespace(chained_optimizers=[one])
-    [(_, _, (_, [(_, weight), (_, masters), (_, same)]))] = _host_copy(
+    [(_, _, (_, [(_, weight), (_, masters), (_, momenta), (_, same)]))] = _host_copy(
         request, {"policy": SimpleNamespace(model=layer, optimizer=optimizer, average=None)}
     )
     before = weight.clone()
     layer.weight.data.zero_()
     master.zero_()
+    momentum.zero_()
     assert torch.equal(weight, before) and before.any()
-    assert masters.tolist() == [1.0, 1.0]
+    assert masters.tolist() == momenta.tolist() == [1.0, 1.0]
     assert same is other
 
 

@@ -122,7 +122,11 @@ def test_supported(architecture):
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "over whole heads",
         ),
-        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config says 'fp8'",
+        ),
         (
             "qwen3",
             {"num_key_value_heads": 1},

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from areal_lite.config import TrainerConfig
 from areal_lite.megatron import optimizer
@@ -65,7 +66,7 @@ def test_one_kernel_updates_everything_as_adamw_does(monkeypatch):
         [parameter], lr=LR, betas=(beta1, beta2), eps=config.adam_eps, weight_decay=0.1
     )
     monkeypatch.setattr(optimizer, "get_megatron_optimizer", lambda *_, **__: plain)
-    adamw = build_optimizer(config, torch.float32, [])
+    adamw = build_optimizer(config, PretrainedConfig(), torch.float32, [])
     assert all(group["fused"] for group in adamw.param_groups)
     theta, m, v = parameter.detach().double(), 0.0, 0.0
     for t in range(1, 6):

@@ -128,6 +128,16 @@ def test_sgd_has_no_moments_and_all_its_masters():
     assert (full.gradients, full.masters, full.moments) == (4 * n, 0, 0)
 
 
+def test_muon_has_one_moment_of_a_matrix_and_all_its_masters():
+    hf = hf_config("qwen3", tie_word_embeddings=False)
+    n = memory.num_parameters(hf)
+    norms = (1 + 2 * 4) * 64 + 2 * 4 * memory.head_dim(hf)
+    others = 2 * 97 * 64 + norms
+    trainer = TrainerConfig(optimizer="muon", data_parallel=4)
+    half = memory.rank_memory(hf, trainer, 2, 0)
+    assert (half.masters, half.moments) == (4 * n, 4 * (n - others) + 8 * others)
+
+
 def test_recomputing_and_more_ranks_need_less():
     hf = hf_config("qwen3")
 
