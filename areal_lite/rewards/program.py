@@ -208,11 +208,13 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
     while opening := _OPENING.search(text, at):
         yield from (("python", inline[1]) for inline in _INLINE.finditer(text, at, opening.start()))
         language, start = opening["language"], min(opening.end() + 1, len(text))
-        closings = islice(_CLOSING[opening["fence"][:3]].finditer(text, start), _CLOSINGS)
+        is_python = _PYTHON.fullmatch(language)
+        closings = _CLOSING[opening["fence"][:3]].finditer(text, start)
+        closings = islice(closings, _CLOSINGS if is_python else 1)
         ends = [(end.start(), end.end()) for end in closings] or [(len(text), len(text))]
         contents = [(textwrap.dedent(text[start:end]), after) for end, after in ends]
         whole = (pair for pair in contents if _parsed(pair[0]) is not None)
-        content, at = next(whole, contents[0]) if _PYTHON.fullmatch(language) else contents[0]
+        content, at = next(whole, contents[0]) if is_python else contents[0]
         yield language, content
     yield from (("python", inline[1]) for inline in _INLINE.finditer(text, at))
 
