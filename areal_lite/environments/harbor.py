@@ -97,10 +97,10 @@ class Task:
 def problems(config: DataConfig, tokenizer: Tokenizer, split: Split) -> TextPrompts:
     """Open the tasks in the folder `data.path` or `data.eval_path`. Raises ValueError."""
     key = "path" if split == "train" else "eval_path"
-    folder = Path(getattr(config, key) or "null").absolute()
-    rows = list(_rows(folder, config.prompt_key))
+    folder = getattr(config, key) or "null"
+    rows = list(_rows(Path(folder).absolute(), config.prompt_key))
     if not rows:
-        raise ValueError(f"data.{key}={folder} has no folder with a task.toml")
+        raise ValueError(f"data.{key}={folder}: there is no folder with a task.toml in it")
     return TextPrompts(iter(rows), replace(config, answer_key=""), tokenizer)
 
 
