@@ -74,6 +74,7 @@ def roles(model: Path, tmp_path: Path) -> Iterator[Roles]:
         process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_role_that_dies_is_started_again_alone(roles: Roles) -> None:
     roles.wait_for_step(2)

@@ -136,7 +136,7 @@ def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_pl
         ),
         (
             ["train", "+task=gsm8"],
-            "did you mean gsm8k? there are addition, games, gsm8k, jsonl, math",
+            "did you mean gsm8k? there are addition, games, gsm8k, harbor, jsonl, math",
         ),
         (
             ["slurm", "cluster.option.partition=x"],
