@@ -4,8 +4,8 @@
 
 One run of `areal-lite train`, with two real SGLang servers and a real Megatron trainer, has each
 fault once a round, in an order that the seed draws. Before a fault, the run makes ten steps with
-both servers; then it comes at a random moment of a step. `nothing` is no fault: its times are the
-least that a recovery could take. tests/chaos makes the faults and the world of the run.
+both servers; then it comes at a random moment of a step. `nothing` is no fault: no recovery can
+take less time. tests/chaos makes the faults and the world of the run.
 
     usual        the median time of those ten steps
     next_step    from the fault until the next training step completes, a repeated one included
@@ -13,7 +13,7 @@ least that a recovery could take. tests/chaos makes the faults and the world of 
                  and take at most 1.2 times their usual time on average; 60 s stands for more
     servers      from the fault until both servers are announced, if one was gone
 
-Ends of steps are `logged_at` in metrics.jsonl, and times of announcements those of their files.
+A step ends at its `logged_at` in metrics.jsonl, and a server is announced when its file is written.
 How soon a fault is noticed is part of the numbers: LIMITS has the settings for it. The benchmark
 fails if `areal-lite audit` finds that anything was lost or used twice, or if a process is left.
 

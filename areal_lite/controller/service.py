@@ -13,9 +13,9 @@
 by their announcements in the run directory, and answers the trainer (protocol.py) until `Finish`,
 an error or SIGTERM, which is then its exit status.
 
-Either side may be started again alone. A controller that finds a trainer begun takes the place of
-one that was killed (batches.py). A trainer that begins under a controller which has answered
-another one makes that start anew, from the checkpoint.
+Trainer and controller can each be started again alone. A controller that finds `trainer.json`
+takes the place of a killed controller (batches.py). A trainer that begins again makes its
+controller start from the checkpoint, too.
 """
 
 import asyncio
@@ -425,7 +425,7 @@ async def serve(run_dir: Path) -> bool:
 
 
 def takes_over(config: TrainConfig, run_dir: Path) -> bool:
-    """Return whether the controller goes on where one that was killed has left a trainer."""
+    """Return whether this controller replaces a killed controller under a running trainer."""
     # The batches of a replay buffer are not recorded before the end of their step.
     return (run_dir / TRAINER_FILE).exists() and not config.buffer.replay.capacity
 

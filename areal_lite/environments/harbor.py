@@ -2,11 +2,11 @@
 
     +task=harbor data.path=tasks data.eval_path=held_out_tasks
 
-A folder has the folders of tasks. Of a task it takes `instruction.md`, `task.toml`, the image of
-`environment/Dockerfile` (or of `docker_image`), and `tests/test.sh`, which runs after the policy's
-last answer and writes `/logs/verifier/reward.txt` or `reward.json`. The engine of Docker builds
-images and runs containers. A container ends with its episode, also if the worker is killed: its
-first process reads from a pipe that the worker holds.
+Each task is a folder with `instruction.md`, `task.toml`, `environment/Dockerfile` (or the name of a
+`docker_image`), and `tests/test.sh`. The tests run after the policy's last answer, and write
+`/logs/verifier/reward.txt` or `reward.json`. A Docker Engine builds images and runs containers. A
+container ends with its episode, also if the worker is killed: its first process reads from a pipe
+that the worker holds.
 """
 
 import asyncio
@@ -180,9 +180,15 @@ async def _bash(container: str, limit_s: float, command: str) -> str:
 async def _test(container: str, task: Task) -> float:
     """Run the tests of a task and return their reward. Raises RuntimeError if they give none."""
     settings = task.settings.get("verifier", {})
-    fresh = "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier"
-    await _docker("exec", "-u", "0", container, "sh", "-c", fresh)
-    await _docker("cp", f"{task.folder / 'tests'}/.", f"{container}:/tests")
+    # The user of the image may not be root, and writes the reward.
+    fresh = "rm -rf /tests /logs/verifier && mkdir -p -m 777 /tests /logs/verifier"
+    for words in (
+        ("exec", "-u", "0", container, "sh", "-c", fresh),
+        ("cp", f"{task.folder / 'tests'}/.", f"{container}:/tests"),
+    ):
+        code, said = await _docker(*words)
+        if code:  # a reward that the policy wrote must not count
+            raise RuntimeError(f"{task.folder}: its tests cannot be copied: {said.strip()}")
     environment = [f"--env={name}={value}" for name, value in settings.get("env", {}).items()]
     words = ("exec", *environment, container, "bash", "/tests/test.sh")
     _, output = await _docker(*words, limit_s=float(settings.get("timeout_sec", 600)))

@@ -56,8 +56,9 @@ class Muon(torch.optim.AdamW):
     M <- 0.95 M + 0.05 G
     W <- (1 - lr decay) W - 0.2 lr sqrt(max(m, n)) orthogonal(0.95 M + 0.05 G)
 
-    The matrices are those of the Hugging Face checkpoint. A parameter of Megatron may have several
-    (query, key and value; gate and up; experts), and ranks a part of each, which they exchange.
+    Each matrix is updated as it stands in the Hugging Face checkpoint. A parameter of Megatron may
+    have several (query, key and value; gate and up; experts), and ranks a part of each, which they
+    exchange.
     owners: the chunk and the name of each parameter of matrices. AdamW updates the others.
     """
 

@@ -14,7 +14,7 @@ from areal_lite.megatron.optimizer import orthogonal
 from tests.ranks.checkpoint_worker import SETTINGS
 from tests.ranks.engine_worker import random_batch
 from tests.ranks.test_checkpoint import LAYOUTS, contents, folder, tell  # noqa: F401
-from tests.ranks.test_sgd import reference_loss
+from tests.ranks.test_sgd import assert_resumed_bitwise, assert_updates, reference_loss
 
 MUON = {"optimizer": "muon", "lr": 2e-3, "min_lr": 1e-4, "weight_decay": 0.1}
 BETAS = (0.9, 0.95)
@@ -108,21 +108,11 @@ def expected(folder: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tens
 
 
 def test_updates_are_those_of_the_reference(run: dict, expected: tuple) -> None:
-    history, weights = expected
-    assert any(update["grad_norm"] > SETTINGS["clip_grad"] for update in history)
-    for got, want in zip(run["updates"], history, strict=True):
-        assert got["skipped"] == 0.0
-        for key, value in want.items():
-            assert got[key] == pytest.approx(value, rel=2e-5, abs=2e-6), key
-    for name, weight in run["weights"].items():
-        torch.testing.assert_close(weight.double(), weights[name], rtol=0, atol=2e-6, msg=name)
+    assert_updates(run, expected)
 
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(run: dict) -> None:
-    assert run["again"]["second"] == run["first"]["second"]
-    first, again = (contents(Path(run["place"] + kind) / "step-6") for kind in ("", "-again"))
-    assert first.keys() == again.keys()
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    first = assert_resumed_bitwise(run)
     kinds = {name.partition(".optimizer.state.")[2].partition(".")[0] for name in first}
     assert kinds == {"", "momentum_buffer", "exp_avg", "exp_avg_sq"}
 

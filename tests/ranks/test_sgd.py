@@ -74,7 +74,8 @@ def reference_loss(model: torch.nn.Module, batch) -> torch.Tensor:
     return total / len(batch.tokens)
 
 
-def test_updates_are_those_of_torch(run: dict, expected: tuple) -> None:
+def assert_updates(run: dict, expected: tuple) -> None:
+    """Check what a run's updates report, and its weights, against a reference in float64."""
     history, weights = expected
     assert any(update["grad_norm"] > SETTINGS["clip_grad"] for update in history)
     for got, want in zip(run["updates"], history, strict=True):
@@ -85,11 +86,21 @@ def test_updates_are_those_of_torch(run: dict, expected: tuple) -> None:
         torch.testing.assert_close(weight.double(), weights[name], rtol=0, atol=2e-6, msg=name)
 
 
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(run: dict) -> None:
+def assert_resumed_bitwise(run: dict) -> dict[str, torch.Tensor]:
+    """Check that a resumed run ends as one without a break, and return its last checkpoint."""
     assert run["again"]["second"] == run["first"]["second"]
     first, again = (contents(Path(run["place"] + kind) / "step-6") for kind in ("", "-again"))
     assert first.keys() == again.keys()
     assert all(torch.equal(first[name], again[name]) for name in first)
+    return first
+
+
+def test_updates_are_those_of_torch(run: dict, expected: tuple) -> None:
+    assert_updates(run, expected)
+
+
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(run: dict) -> None:
+    first = assert_resumed_bitwise(run)
     assert not any("exp_avg" in name for name in first)
 
 
