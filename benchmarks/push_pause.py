@@ -1,11 +1,14 @@
 """The pause of a push in place, by size of the weights, servers and transport, without a GPU.
 
     python -m benchmarks.push_pause [--sizes 2 100 600] [--servers 1 2] [--pushes 7]
+    python -m benchmarks.push_pause --model CHAT_MODEL --transports delta distributed memory
 
 Real servers stream answers. The real pusher pushes the servers' own weights. `adapters` are
-low-rank adapters alone, of which B is zero. The transports take turns, push by push. A memory copy
-of all weights is timed after each push. The script writes benchmarks/results/push_pause.json: what
-a push brings to a server, in MiB, and medians over the pushes, in milliseconds:
+low-rank adapters alone, of which B is zero. The transports take turns, push by push. Before each
+turn of `delta`, the weights make a step of `--lr` times a normal number, on their exact values: in
+bfloat16, few of them change. A memory copy of all weights is timed after each push. The script
+writes benchmarks/results/push_pause.json, or push_delta.json with a model: what a push brings to a
+server, in MiB, and medians over the pushes, in milliseconds:
 
     pause          the pause window as a run reports it: `pause_s`
     gap            the longest time between two tokens of a request during a push
@@ -32,6 +35,7 @@ from types import SimpleNamespace
 import aiohttp
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from areal_lite.config import ServerConfig, TrainConfig
 from areal_lite.controller.protocol import PushTargets
@@ -44,9 +48,9 @@ from benchmarks.interrupt import PROMPT, become_trainer, copy_seconds, make_mode
 SHAPES = {2: (64, 4), 100: (512, 8), 600: (1408, 8)}
 """Hidden size and layers by size in MiB. SGLang pads no layer of these sizes on CPUs."""
 TRANSPORTS = ("memory", "disk", "distributed", "adapters")
-"""The transports that take turns."""
+"""The transports that take turns, unless others are named."""
 RANK = 8
-OUT = Path(__file__).parent / "results" / "push_pause.json"
+OUT = Path(__file__).parent / "results"
 
 
 @dataclass
@@ -100,11 +104,28 @@ class Controller:
             raise RuntimeError(f"a push failed on {failed}")
 
 
-def make_pushers(servers: list[ServerInfo], model: Path, weights: dict) -> dict[str, WeightPusher]:
+class Training:
+    """Steps of weights, whose exact values lie anywhere between two that their dtype has."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], lr: float):
+        self._weights, self._lr = weights, lr
+        self._exact = {}
+        for name, tensor in weights.items():
+            between = torch.finfo(tensor.dtype).eps * tensor.float().abs() / 2
+            self._exact[name] = tensor + (torch.rand(tensor.shape) - 0.5) * between
+
+    def step(self) -> None:
+        for name, exact in self._exact.items():
+            self._weights[name].copy_(exact.add_(torch.randn(exact.shape), alpha=self._lr))
+
+
+def make_pushers(
+    transports: list[str], servers: list[ServerInfo], model: Path, weights: dict
+) -> dict[str, WeightPusher]:
     """Return a pusher of each transport."""
     device = torch.device("cpu")
     pushers = {}
-    for transport in TRANSPORTS:
+    for transport in transports:
         config = TrainConfig(model=str(model))
         config.rollout.interrupt = "in_place"
         config.sync.transport = transport
@@ -173,7 +194,7 @@ async def measure(arguments, model: Path, count: int) -> list[dict]:
                 for stream, url in zip(streams, urls, strict=True)
             ]
             await asyncio.sleep(arguments.between_s)
-            pushers = make_pushers(servers, model, weights)
+            pushers = make_pushers(arguments.transports, servers, model, weights)
             rows = await push_in_turn(arguments, pushers, streams, weights)
             for task in following:
                 task.cancel()
@@ -184,9 +205,12 @@ async def push_in_turn(arguments, pushers, streams: list[Stream], weights: dict)
     """Push with each transport in turn, and return the medians of each."""
     found: dict[str, list[dict]] = {transport: [] for transport in pushers}
     version = 0
+    training = Training(weights, arguments.lr) if "delta" in pushers else None
     for _ in range(arguments.pushes + 1):  # the first push of each makes files and groups
         for transport, pusher in pushers.items():
             version += 1
+            if training and transport == "delta":
+                await asyncio.to_thread(training.step)
             ended = time.time()
             report = await asyncio.to_thread(pusher.push_all, version)
             done = time.time()
@@ -226,7 +250,7 @@ def medians(rows: list[dict]) -> dict:
     pauses = [1000 * row["pause"] for row in rows]
     return result | {
         "pause_range": [round(min(pauses), 2), round(max(pauses), 2)],
-        "pushed_mib": round(rows[0]["pushed_mib"], 2),
+        "pushed_mib": round(statistics.median(row["pushed_mib"] for row in rows), 2),
     }
 
 
@@ -239,22 +263,35 @@ def main() -> None:
     parser.add_argument("--pushes", type=int, default=7)
     parser.add_argument("--requests", type=int, default=4, help="in flight on each server")
     parser.add_argument("--between-s", type=float, default=2.0)
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--transports", nargs="+", default=TRANSPORTS)
+    parser.add_argument(
+        "--model", type=Path, help="a folder with a model, which is used in bfloat16"
+    )
+    parser.add_argument("--lr", type=float, default=1e-6)
     arguments = parser.parse_args()
     become_trainer()
-    rows = []
-    for size in arguments.sizes:
+    rows: list[dict] = []
+
+    def run(model: Path) -> None:
+        for count in arguments.servers:
+            for row in asyncio.run(measure(arguments, model, count)):
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+
+    for size in [0] if arguments.model else arguments.sizes:
         with tempfile.TemporaryDirectory() as folder:
-            hidden, layers = SHAPES[size]
-            make_model(Path(folder), hidden, layers)
-            for count in arguments.servers:
-                for row in asyncio.run(measure(arguments, Path(folder), count)):
-                    rows.append(row)
-                    print(json.dumps(row), flush=True)
-    settings = {key: value for key, value in vars(arguments).items() if key != "out"}
+            if arguments.model:
+                own = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="bfloat16")
+                own.save_pretrained(folder)
+                del own
+            else:
+                make_model(Path(folder), *SHAPES[size])
+            run(Path(folder))
+    settings = {key: value for key, value in vars(arguments).items() if key != "model"}
     load = round(os.getloadavg()[0], 1)
     result = {"settings": settings, "load_average": load, "rows": rows}
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    name = "push_delta.json" if arguments.model else "push_pause.json"
+    (OUT / name).write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -67,10 +67,11 @@ class SyncConfig:
     transport: str = setting(
         "auto",
         "distributed: an NCCL or Gloo broadcast. adapters: a broadcast of the adapters of "
-        "trainer.lora alone, which each server adds to the weights of its checkpoint. memory: "
+        "trainer.lora alone, which each server adds to the weights of its checkpoint. delta: a "
+        "broadcast of what changed since the last push, for slow networks. memory: "
         "memory that trainer and servers share, without GPUs. disk: files in a folder. auto: "
         "memory without GPUs, else distributed.",
-        choices=("auto", "distributed", "adapters", "memory", "disk"),
+        choices=("auto", "distributed", "adapters", "delta", "memory", "disk"),
     )
     disk_path: str | None = setting(
         None, "disk: a folder that the servers see too. null: RUN_DIR/weights."

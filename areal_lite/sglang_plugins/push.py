@@ -5,6 +5,7 @@ A push of weights. Groups of other clients stay as SGLang made them:
 * Weight groups (weight_group.py): the answer to a request means that the weights have arrived, and
   a server whose group breaks can join the next.
 * Adapters alone: the server adds them to the weights of its checkpoint (`AdaptedWeights`).
+* Changes alone: the server adds them to its parameters (delta.py).
 * Pauses in place with overlapped scheduling, SGLang's default on GPUs: a pause leaves one forward
   pass launched whose result is not processed yet. It may still read the weights, and with tensor
   parallelism its all-reduces could deadlock with the broadcast
@@ -39,6 +40,8 @@ from safetensors import safe_open
 from areal_lite import sglang_plugins
 from areal_lite.data.model_folder import weight_files
 from areal_lite.sglang_plugins import ENV_READBACK
+from areal_lite.sglang_plugins.delta import DELTA, Changes
+from areal_lite.sglang_plugins.load_plan import Named
 from areal_lite.sglang_plugins.weight_group import (
     ADAPTERS,
     GROUP_PREFIX,
@@ -70,8 +73,6 @@ empty_bucket: Callable[..., torch.Tensor] = torch.empty
 """Makes the memory of a bucket. A device may replace it."""
 # Elements of W that are in float32 at a time.
 _AT_A_TIME = 2**24
-
-Named = tuple[str, torch.Tensor]
 
 
 def install() -> None:
@@ -168,26 +169,55 @@ def _receive_weights(
     member = self._model_update_group.get(group_name)
     if not isinstance(member, GroupMember):
         return original(self, group_name=group_name, **request)
-    door, _, scale = (request.get("load_format") or "").partition(":")
+    door, *codes = (request.get("load_format") or "").split(":")
+    bucket = Layout(request["names"], request["dtypes"], request["shapes"])
     try:
-        tensors = receive_bucket(
-            member, request["names"], request["dtypes"], request["shapes"], self.device
-        )
-        if door != ADAPTERS:
-            return tensors
-        return AdaptedWeights(tensors, self.model_config.model_path, float(scale))
+        if door == DELTA:
+            return _receive_changes(self, member, bucket, *codes)
+        tensors = bucket.split(_receive(member, bucket.nbytes, self.device))
+        if door == ADAPTERS:
+            return AdaptedWeights(tensors, self.model_config.model_path, float(codes[0]))
+        return tensors
     except Exception:
         self._model_update_group.pop(group_name).abort()
         raise
 
 
-def receive_bucket(
-    member: Any, names: list[str], dtypes: list[Any], shapes: list[Any], device: str
-) -> list[tuple[str, Any]]:
-    """Receive tensors that were flattened into one of uint8, and return them by name."""
-    kinds = [kind if isinstance(kind, torch.dtype) else getattr(torch, kind) for kind in dtypes]
-    sizes = [torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(shapes, kinds)]
-    data = empty_bucket(sum(sizes), dtype=torch.uint8, device=device)
+def _receive_changes(
+    updater: Any, member: Any, bucket: "Layout", before: str, after: str, length: str
+) -> list[Named]:
+    """Receive whole weights, and return them, or add `length` bytes of changes to the model."""
+    model = updater.get_model()
+    changes = vars(model).setdefault("areal_lite_changes", Changes(model))
+    data = _receive(member, int(length) or bucket.nbytes, updater.device)
+    if int(length):
+        changes.add(before, after, data.cpu().numpy().tobytes(), bucket.names)
+        return []
+    tensors = bucket.split(data)
+    changes.replace(before, after, data, tensors)
+    return tensors
+
+
+class Layout:
+    """The tensors of a bucket, one after the other."""
+
+    def __init__(self, names: list[str], dtypes: list[Any], shapes: list[Any]):
+        self.names = names
+        self._dtypes = [d if isinstance(d, torch.dtype) else getattr(torch, d) for d in dtypes]
+        self._shapes = [torch.Size(shape) for shape in shapes]
+        pairs = zip(self._shapes, self._dtypes, strict=True)
+        self._sizes = [shape.numel() * dtype.itemsize for shape, dtype in pairs]
+        self.nbytes = sum(self._sizes)
+
+    def split(self, data: torch.Tensor) -> list[Named]:
+        """Return the tensors by name, as views of `data`, uint8 [nbytes]."""
+        parts = zip(self.names, data.split(self._sizes), self._dtypes, self._shapes, strict=True)
+        return [(name, part.view(dtype).reshape(shape)) for name, part, dtype, shape in parts]
+
+
+def _receive(member: Any, nbytes: int, device: str) -> torch.Tensor:
+    """Receive uint8 [nbytes] from the trainer."""
+    data = empty_bucket(nbytes, dtype=torch.uint8, device=device)
     asked_at = time.monotonic()
 
     def given_up() -> bool:
@@ -198,8 +228,7 @@ def receive_bucket(
         return member.store_closed()
 
     member.broadcast(data, given_up)
-    parts = zip(names, data.split(sizes), kinds, shapes)
-    return [(name, part.view(kind).reshape(shape)) for name, part, kind, shape in parts]
+    return data
 
 
 def _finish_forward_pass(original: Callable, self: Any, recv_req: Any) -> Any:

@@ -299,11 +299,11 @@ def push_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> list
     if transport == "adapters":
         adapters = memory.pushed_adapter_parameters(hf, config.trainer.lora) * itemsize
         what = f"{byte_size(adapters)} of adapters, in place of {size} of weights,"
-    shared = f"{size} of the trainer's memory, which the servers share"
+    kept = {"memory": "which the servers share", "delta": "for a copy of what the servers have"}
     return [
         f"{what} to each server (sync.transport={config.sync.transport}{chosen})",
         cadence_line(config),
-        *([shared] if transport == "memory" else []),
+        *(f"{size} of the trainer's memory, {kept[each]}" for each in kept if each == transport),
     ]
 
 

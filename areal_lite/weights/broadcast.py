@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,7 +34,6 @@ from areal_lite.servers.blocking import server_errors, start_post, start_reachin
 from areal_lite.servers.client import ServerError, ServerFailed, ServersFailed, ServerUnreachable
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.sglang_plugins.weight_group import (
-    ADAPTERS,
     GIVEN_UP,
     GROUP_PREFIX,
     CollectiveError,
@@ -55,13 +54,17 @@ _EXTRA_CALL_S = 2 * _GRACE_S
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """Tensors in one: `data` is uint8 [bytes], `description` as SGLang wants it."""
+    """Tensors in one, for SGLang's `load_format`.
+
+    `data` is uint8 [bytes], `description` as SGLang wants it.
+    """
 
     description: dict[str, list]
     data: torch.Tensor
+    load_format: str = "flattened_bucket"
 
 
-def flatten(bucket: list[tuple[str, torch.Tensor]]) -> FlatBucket:
+def flatten(bucket: Bucket, load_format: str = "flattened_bucket") -> FlatBucket:
     tensors = [tensor for _, tensor in bucket]
     description = {
         "names": [name for name, _ in bucket],
@@ -69,7 +72,29 @@ def flatten(bucket: list[tuple[str, torch.Tensor]]) -> FlatBucket:
         "shapes": [list(tensor.shape) for tensor in tensors],
     }
     data = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-    return FlatBucket(description, torch.cat(data))
+    return FlatBucket(description, torch.cat(data), load_format)
+
+
+class Pack(Protocol):
+    """Makes what is broadcast of the buckets of a push."""
+
+    def pack(
+        self, buckets: Iterable[Bucket], recipients: PushRecipients, *, apart: bool
+    ) -> Iterable[FlatBucket]:
+        """Return one for each bucket. apart: the servers are those that missed a push."""
+        ...
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Broadcasts all of each bucket."""
+
+    load_format: str = "flattened_bucket"
+
+    def pack(
+        self, buckets: Iterable[Bucket], recipients: PushRecipients, *, apart: bool
+    ) -> Iterable[FlatBucket]:
+        return (flatten(bucket, self.load_format) for bucket in buckets)
 
 
 class Broadcast:
@@ -78,25 +103,25 @@ class Broadcast:
     Its WeightGroup is made anew when its servers change. Its calls raise as that does.
     """
 
-    def __init__(self, config: TrainConfig, backend: str):
+    def __init__(self, config: TrainConfig, backend: str, pack: Pack):
         self._config = config
         self._backend = backend
-        self._bucket_format = "flattened_bucket"
-        if config.sync.transport == "adapters":
-            lora = config.trainer.lora
-            self._bucket_format = f"{ADAPTERS}:{lora.alpha / lora.rank}"
+        self._pack = pack
         self._group: WeightGroup | None = None
 
     def transfer(
         self, recipients: PushRecipients, buckets: Iterable[Bucket], pause: Pause, *, apart: bool
     ) -> None:
+        way = Broadcast(self._config, self._backend, self._pack) if apart else self
+        recipients.run_together(way.join)
+        way._broadcast(recipients, self._pack.pack(buckets, recipients, apart=apart), pause)
         if apart:
-            other = Broadcast(self._config, self._backend)
-            other.transfer(recipients, buckets, pause, apart=False)
-            recipients.run_together(other.leave)
-            return
-        recipients.run_together(self.join)
-        stream: Iterator[tuple[Any, Any]] = pairwise(chain(map(flatten, buckets), [None]))
+            recipients.run_together(way.leave)
+
+    def _broadcast(
+        self, recipients: PushRecipients, packed: Iterable[FlatBucket], pause: Pause
+    ) -> None:
+        stream: Iterator[tuple[Any, Any]] = pairwise(chain(packed, [None]))
         first = next(stream)  # gathered and flattened before the pause
         with pause(recipients) as window:
             recipients.post("/begin_weight_update", {})
@@ -141,7 +166,7 @@ class Broadcast:
         flush_cache: bool,
     ) -> None:
         """Broadcast one bucket to exactly `servers`. `version` marks the last one of a push."""
-        options = {"load_format": self._bucket_format, "flush_cache": flush_cache}
+        options = {"load_format": bucket.load_format, "flush_cache": flush_cache}
         try:
             self.join(servers).send(bucket, options | {"weight_version": version})
         except CollectiveError:

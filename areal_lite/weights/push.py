@@ -17,6 +17,7 @@ The ways of the weights, `sync.transport`:
 
     distributed   buckets over a process group (broadcast.py)
     adapters      the same, of adapters alone
+    delta         the same, of what has changed (delta.py)
     disk          a checkpoint in a folder that the servers can read
     memory        where an installed package has it (extensions.py): without GPUs
 """
@@ -38,9 +39,10 @@ from areal_lite.run_dir.paths import WEIGHTS_DIR
 from areal_lite.servers.blocking import post
 from areal_lite.servers.client import ServerUnreachable
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.sglang_plugins.weight_group import CollectiveError
+from areal_lite.sglang_plugins.weight_group import ADAPTERS, CollectiveError
 from areal_lite.system.processes import steady_time
-from areal_lite.weights.broadcast import Broadcast
+from areal_lite.weights.broadcast import Broadcast, Whole
+from areal_lite.weights.delta import Deltas
 from areal_lite.weights.recipients import (
     FROM_DISK,
     Bucket,
@@ -91,9 +93,15 @@ def make_transport(config: TrainConfig, device: torch.device, run_dir: Path) -> 
     """Make the transport of a run. `device`: of the trainer's weights."""
     chosen = choose_transport(config)
     log.info("the servers get weights by %s", chosen)
+    backend = "nccl" if device.type == "cuda" else "gloo"
     match chosen:
-        case "distributed" | "adapters":
-            return Broadcast(config, "nccl" if device.type == "cuda" else "gloo")
+        case "distributed":
+            return Broadcast(config, backend, Whole())
+        case "adapters":
+            lora = config.trainer.lora
+            return Broadcast(config, backend, Whole(f"{ADAPTERS}:{lora.alpha / lora.rank}"))
+        case "delta":
+            return Broadcast(config, backend, Deltas())
         case "disk":
             return Folder(Path(config.sync.disk_path or run_dir / WEIGHTS_DIR), Path(config.model))
         case _:

@@ -1,4 +1,4 @@
-"""Pushes through shared memory to real servers: exact weights, refusals, and a server that dies."""
+"""Pushes to real servers, mostly through shared memory: exact weights, refusals, a lost server."""
 
 from __future__ import annotations
 
@@ -149,6 +149,29 @@ def test_the_weights_are_those_that_a_broadcast_brings(trainer, server, models):
         assert push(a, [server], "memory", 10 + version).failed == []
 
 
+def test_changes_bring_the_weights_that_a_broadcast_brings(trainer, server, models):
+    bucket = load_file(models[0] / "model.safetensors")
+    trained = {name: tensor for name, tensor in bucket.items() if not name.endswith(UNTRAINED)}
+    stream = SimpleNamespace(buckets=lambda size: iter([list(trained.items())]))
+    pushers = {kind: pusher_of(models[0], [server], kind) for kind in ("delta", "distributed")}
+    mebibytes = sum(tensor.nbytes for tensor in trained.values()) / 2**20
+    for version in range(31, 35):
+        for tensor in trained.values():
+            flat = tensor.view(-1)
+            flat[version::100] = torch.randn(len(flat[version::100]))
+        found = {}
+        for kind, pusher in pushers.items():
+            pusher._weights = stream
+            report = pusher.push_all(version)
+            assert report.failed == [] and report.verified
+            found[kind] = parameters(server)
+            changes = kind == "delta" and version > 31
+            assert report.megabytes <= 0.1 * mebibytes if changes else report.megabytes == mebibytes
+        assert found["delta"] == found["distributed"]
+    for pusher in pushers.values():
+        pusher.close()
+
+
 def test_each_token_is_tagged_with_the_version_that_sampled_it(server, models):
     memory = MemoryTransport()
 
@@ -217,6 +240,7 @@ def test_a_version_that_was_not_checked_is_refused(server, models):
     memory.close([])
 
 
+@pytest.mark.slow  # test_push_points.py has stand-ins that die
 def test_a_server_that_dies_in_an_activation_leaves_the_others_their_version(
     models, current_entry_points, tmp_path, monkeypatch
 ):

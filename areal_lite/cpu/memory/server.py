@@ -7,10 +7,9 @@ The `load_format` of a request says what to do with the staged file in `model_pa
 * `areal_lite_activate:DIGEST`: copy it into the model. The scheduler does so between two steps, so
   that the server need not be paused. Only a version that was checked can be activated.
 
-`LoadPlan` finds out what a model's `load_weights` would write before anything is written. SGLang's
-loaders cut and merge tensors (q, k and v go into one parameter). They are run once while writes to
-parameters are recorded instead of made. The record says whether every parameter is complete and of
-the right shape. Making the recorded writes is then all that a load is.
+`LoadPlan` finds out what a model's `load_weights` would write before anything is written, whether
+every parameter would be complete, and of the right shape (sglang_plugins/load_plan.py). Making the
+recorded writes is then all that a load is.
 
 A request that is refused has changed nothing: the server goes on with the weights that it has.
 """
@@ -20,47 +19,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_lite.cpu.memory.staged import ACTIVATE, CHECK, StagedError, StagedFile
 from areal_lite.data.model_folder import UNTRAINED
-
-_aten = torch.ops.aten
-_COPY = _aten.copy_.default
-# Loaders copy, and they fill the padding of a vocabulary.
-_WRITES = {_COPY, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
+from areal_lite.sglang_plugins.load_plan import COPY, LoadError, Write, record_writes, storage
 
 
 class LoadPlan:
     """The writes with which `tensors` would become the parameters of `model`.
 
-    Nothing is written yet. Raises StagedError if a parameter would not be complete, or if a tensor
+    Nothing is written yet. Raises LoadError if a parameter would not be complete, or if a tensor
     does not fit.
     """
 
     def __init__(self, model: Any, tensors: list[tuple[str, torch.Tensor]]):
-        if hasattr(model, "post_load_weights"):  # DeepSeek-V3
-            raise StagedError(
-                "the server's model computes more from its weights: use sync.transport=distributed"
-            )
-        parameters = dict(model.named_parameters())
         self._addresses = _addresses(model)
-        recorder = _Recorder({_storage(parameter) for parameter in parameters.values()})
-        try:
-            with torch.no_grad(), recorder:
-                model.load_weights(iter(tensors))
-        except StagedError:
-            raise
-        except Exception as error:  # a loader asserts, or raises what it likes
-            reason = f"{type(error).__name__} {error}".strip()
-            raise StagedError(f"the server's model cannot take the weights: {reason}") from error
-        self._writes = recorder.writes
-        _check_complete(parameters, recorder.writes)
+        self._writes = record_writes(model, tensors)
+        _check_complete(dict(model.named_parameters()), self._writes)
         # A loader that computes before it copies has read the content of this version.
-        sources = {_storage(tensor) for _, tensor in tensors}
-        self.repeatable = all(
-            _storage(args[1]) in sources for write, args, _ in self._writes if write is _COPY
-        )
+        sources = {storage(tensor) for _, tensor in tensors}
+        copies = [args for write, args, _ in self._writes if write is COPY]
+        self.repeatable = all(storage(source) in sources for _, source in copies)
 
     def fits(self, model: Any) -> bool:
         """Return whether the parameters of `model` are where they were."""
@@ -77,54 +56,21 @@ def _addresses(model: Any) -> list[int]:
     return [parameter.data_ptr() for parameter in model.parameters()]
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-class _Recorder(TorchDispatchMode):
-    """Records writes to the given storages in place of making them."""
-
-    def __init__(self, storages: set[int]):
-        super().__init__()
-        self._storages = storages
-        self.writes: list[tuple[Any, tuple, dict]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        # SGLang's centered norms also compute 1 + weight, for kernels that only a GPU has.
-        target = kwargs.get("out", args[0] if args else None)
-        if not func._schema.is_mutable or not isinstance(target, torch.Tensor):
-            return func(*args, **kwargs)
-        if _storage(target) not in self._storages:
-            return func(*args, **kwargs)
-        if func not in _WRITES:
-            raise StagedError(
-                f"the server's model loads weights with {func}: use sync.transport=distributed"
-            )
-        if func is _COPY and args[1].shape != target.shape:
-            raise StagedError(
-                f"a tensor of shape {list(args[1].shape)} does not fit the {list(target.shape)} of "
-                "the server's parameter"
-            )
-        self.writes.append((func, args, kwargs))
-        return target
-
-
-def _check_complete(parameters: dict[str, torch.Tensor], writes: list[tuple]) -> None:
+def _check_complete(parameters: dict[str, torch.Tensor], writes: list[Write]) -> None:
     """Check that the writes cover each trained parameter, by the number of its elements."""
     regions = {}  # a region that is written twice counts once
     for _, (target, *_), _ in writes:
         regions[target.data_ptr(), target.shape, target.stride()] = target
     written: dict[int, int] = {}
     for target in regions.values():
-        written[_storage(target)] = written.get(_storage(target), 0) + target.numel()
+        written[storage(target)] = written.get(storage(target), 0) + target.numel()
     missing = [
         name
         for name, parameter in parameters.items()
-        if written.get(_storage(parameter), 0) < parameter.numel() and not name.endswith(UNTRAINED)
+        if written.get(storage(parameter), 0) < parameter.numel() and not name.endswith(UNTRAINED)
     ]
     if missing:
-        raise StagedError(f"the weights leave out all or parts of {', '.join(missing):.300}")
+        raise LoadError(f"the weights leave out all or parts of {', '.join(missing):.300}")
 
 
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
@@ -205,7 +151,7 @@ def _load_weights(
         return original(self, model_path, load_format, *args, **options)
     try:
         activate(self.get_model(), model_path, digest)
-    except StagedError as error:
+    except (LoadError, StagedError) as error:
         return False, str(error)
     return True, "activated the staged weights"
 
@@ -213,8 +159,8 @@ def _load_weights(
 def activate(model: Any, path: str, digest: str) -> None:
     """Copy a staged version into `model`.
 
-    Raises StagedError with the model unchanged. Raises RuntimeError when the file changed during
-    the copy: the model is then of no use, and the error ends the server.
+    Raises LoadError or StagedError with the model unchanged. Raises RuntimeError when the file
+    changed during the copy: the model is then of no use, and the error ends the server.
     """
     global _staged
     if _staged is None or not _staged.is_current(path):

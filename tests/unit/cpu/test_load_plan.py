@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from areal_lite.cpu.memory.server import LoadPlan
-from areal_lite.cpu.memory.staged import StagedError
+from areal_lite.sglang_plugins.load_plan import LoadError
 from tests.unit.cpu.staged_model import FusedModel, weights
 
 
@@ -40,14 +40,14 @@ def test_a_plan_that_is_run_again_writes_what_its_tensors_hold_then():
 def test_weights_that_do_not_make_the_model_are_refused(changes, message):
     model = FusedModel()
     before = model.values()
-    with pytest.raises(StagedError, match=message):
+    with pytest.raises(LoadError, match=message):
         LoadPlan(model, list(weights(**changes).items()))
     assert model.values() == before
 
 
 def test_a_tensor_that_comes_twice_does_not_stand_for_another():
     tensors = list(weights(k=None).items())
-    with pytest.raises(StagedError, match="parts of qk"):
+    with pytest.raises(LoadError, match="parts of qk"):
         LoadPlan(FusedModel(), tensors + [pair for pair in tensors if pair[0] == "q"])
 
 
@@ -67,7 +67,7 @@ def test_a_loader_that_changes_weights_in_place_is_refused():
         def load_weights(self, weights) -> None:
             self.norm.data.add_(1)
 
-    with pytest.raises(StagedError, match="add_.*use sync.transport=distributed"):
+    with pytest.raises(LoadError, match="add_.*use sync.transport=distributed"):
         LoadPlan(Added(), list(weights().items()))
 
 
@@ -81,5 +81,5 @@ def test_a_plan_does_not_fit_a_model_whose_parameters_moved():
 def test_a_model_that_computes_more_from_its_weights_is_refused():
     model = FusedModel()
     model.post_load_weights = lambda: None
-    with pytest.raises(StagedError, match="use sync.transport=distributed"):
+    with pytest.raises(LoadError, match="use sync.transport=distributed"):
         LoadPlan(model, list(weights().items()))

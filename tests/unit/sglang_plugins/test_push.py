@@ -78,9 +78,9 @@ def test_a_server_without_a_gpu_keeps_the_memory_of_a_bucket(monkeypatch) -> Non
             def broadcast(self, data, given_up, tensor=tensor):
                 data.copy_(tensor.flatten().view(torch.uint8))
 
-        ((name, found),) = push_plugin.receive_bucket(
-            Member(), ["w"], ["float32"], [list(tensor.shape)], "cpu"
-        )
+        bucket = push_plugin.Layout(["w"], ["float32"], [list(tensor.shape)])
+        data = push_plugin._receive(Member(), bucket.nbytes, "cpu")
+        ((name, found),) = bucket.split(data)
         assert name == "w" and torch.equal(found, tensor)
         addresses.append(found.untyped_storage().data_ptr())
     assert addresses[0] == addresses[1], "a smaller bucket fits"

@@ -52,7 +52,7 @@ def test_a_sandbox_that_hides_memory_of_other_processes_broadcasts(monkeypatch):
     assert not can_share_memory() and choose_transport(config()) == "distributed"
 
 
-@pytest.mark.parametrize("chosen", ["distributed", "adapters", "memory", "disk"])
+@pytest.mark.parametrize("chosen", ["distributed", "adapters", "delta", "memory", "disk"])
 def test_what_is_set_is_used(chosen):
     assert choose_transport(config(sync=SyncConfig(transport=chosen))) == chosen
 
