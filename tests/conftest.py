@@ -12,14 +12,15 @@ import pytest
 from hypothesis import settings
 
 # Hypothesis fails an example that takes longer than 200 ms, which a busy machine does.
-settings.register_profile("any speed", deadline=None)
-settings.load_profile("any speed")
+settings.register_profile("quick", deadline=None, max_examples=40)
+settings.register_profile("thorough", deadline=None, max_examples=100)
 
 _STARTS_RUNS = {"integration", "chaos"}
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Let SIGTERM, as a time limit sends it, stop the servers of a test as Ctrl-C does."""
+    settings.load_profile("quick" if config.option.markexpr == "not slow" else "thorough")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 

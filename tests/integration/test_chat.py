@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -75,6 +76,7 @@ def test_lines_are_answered_and_the_server_is_stopped(tiny_model, tmp_path):
     assert not list(tmp_path.glob("areal_lite*"))
 
 
+@pytest.mark.slow
 def test_given_prompts_are_answered_each_by_itself(tiny_model, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "areal_lite", "chat", tiny_model, "temperature=0"]

@@ -42,6 +42,7 @@ def run(core: dict[str, str], folder: Path, *words: str) -> subprocess.Completed
     )
 
 
+@pytest.mark.slow  # lint-imports keeps the core apart
 @pytest.mark.timeout(300)
 def test_the_core_trains_alone(core: dict[str, str], tmp_path: Path) -> None:
     model = tmp_path / "model"

@@ -25,7 +25,7 @@ NUM, TOKENS = 12, 100
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.fixture(scope="module", params=[None, "history"])
+@pytest.fixture(scope="module", params=[None, pytest.param("history", marks=pytest.mark.slow)])
 def servers(request, tiny_model: str, current_entry_points, tmp_path_factory):
     """Two servers of the same model, with different seeds of their own."""
     logs = tmp_path_factory.mktemp("deterministic")
@@ -162,6 +162,7 @@ def test_after_an_interrupt(servers, alone) -> None:
     assert_same(with_client(interrupted), alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("servers", ["history"], indirect=True)
 def test_what_was_answered_before_takes_few_steps(servers, alone) -> None:
     expected = alone[3]

@@ -29,8 +29,6 @@ EXAMPLES = (
     "program_verifier",
     "python_api",
 )
-# The others run in the slow tests only: other tests have their parts.
-QUICK = ("python_api",)
 # Smaller than what the examples choose, so that two steps take seconds.
 SMALL = [
     "rollout.group_size=2",
@@ -97,10 +95,8 @@ def run(name: str, folder: Path, model: Path | None, *settings: str) -> Run:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in EXAMPLES],
-)
+@pytest.mark.slow  # other tests have their parts
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs(name: str, tmp_path: Path, warm_model: Path) -> None:
     if name == "environment":
         pytest.importorskip("reasoning_gym", reason="pip install reasoning-gym")

@@ -29,7 +29,7 @@ from tests.ranks import test_architectures
 from tests.ranks.engine_worker import random_batch
 from tests.ranks.test_families import FAMILIES, UNADAPTED
 
-QUICK = ("mistral_window", "olmo3_yarn", "qwen3_5_moe")
+QUICK = ("qwen3_5_moe",)
 SERVED = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
     for name in FAMILIES

@@ -76,9 +76,9 @@ async def completions(server: ServerProcess) -> list[GenerationChunk]:
 @pytest.mark.parametrize(
     ("name", "dtype", "threads", "whose", "tolerance"),
     [
-        ("llama", "float32", 1, "areal_lite's fused", 2e-5),
+        pytest.param("llama", "float32", 1, "areal_lite's fused", 2e-5, marks=pytest.mark.slow),
         ("qwen2", "float32", 2, "areal_lite's fused", 2e-5),
-        ("qwen3", "float32", 1, "areal_lite's fused", 2e-5),
+        pytest.param("qwen3", "float32", 1, "areal_lite's fused", 2e-5, marks=pytest.mark.slow),
         ("qwen3", "bfloat16", 1, "SGLang's own", 0.2),
     ],
 )

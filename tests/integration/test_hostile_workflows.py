@@ -64,7 +64,7 @@ def hostile(tokenizer_only, tmp_path: Path):
         run.stop()
 
 
-@pytest.mark.parametrize("max_staleness", [0, 4])
+@pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_training_and_evaluations_go_on(hostile, max_staleness: int) -> None:
     run = hostile(max_staleness=max_staleness, trainer__steps=6)
     run.start_server()

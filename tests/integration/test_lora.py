@@ -23,7 +23,7 @@ from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.network import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 40
+STEPS = 32
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -51,7 +51,8 @@ PUSHES = {
 }
 
 
-@pytest.fixture(scope="module", params=PUSHES)
+# Whole weights are pushed by most other tests.
+@pytest.fixture(scope="module", params=[pytest.param("whole", marks=pytest.mark.slow), "alone"])
 def run(request, tmp_path_factory) -> Path:
     """Train the adapters of a random model to write lower-case letters."""
     folder = tmp_path_factory.mktemp("lora")

@@ -94,7 +94,9 @@ class SharedMemory:
 PUSHERS = {"disk": lambda: push_disk, "distributed": Broadcasts, "memory": SharedMemory}
 
 
-@pytest.mark.parametrize("transport", PUSHERS)
+@pytest.mark.parametrize(
+    "transport", [pytest.param("disk", marks=pytest.mark.slow), "distributed", "memory"]
+)
 def test_each_token_is_tagged_with_the_version_that_sampled_it(
     trainer, overlapping, models, transport
 ) -> None:

@@ -214,6 +214,7 @@ def publish(run_dir: Path, step: int, model: str) -> None:
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.slow
 def test_a_checkpoint_that_appears_during_requests_is_loaded_after_them(
     tiny_model, other_model, tmp_path, current_entry_points
 ):

@@ -69,6 +69,7 @@ def newest_answer(run_dir: Path, server: str) -> float:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow  # test_server_faults.py drains stand-ins
 def test_a_run_goes_on_while_servers_come_and_go(
     model,  # noqa: F811
     tmp_path,

@@ -102,7 +102,7 @@ def frames(batch: TrainBatch) -> list[bytes]:
     return [bytes(frame) for frame in batch.to_frames()]
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("every", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.timeout(180)
 def test_a_trainer_loses_no_step_wherever_the_controller_is_killed(start, every: int) -> None:
     run = start(max_staleness=ETA, trainer__steps=20, sync__every=every)

@@ -222,6 +222,7 @@ def test_two_servers_two_ranks_retract_by_disk_every_second_step(model, tmp_path
     assert run.summary["requests_drained"] == 0 and run.summary["multi_segment_share"] > 0
 
 
+@pytest.mark.slow  # test_push_points.py aborts, test_sglang_server.py has what is left
 def test_abort_resubmits_prompt_and_tokens_so_far(model, tmp_path):
     run = train(
         model,
@@ -236,7 +237,11 @@ def test_abort_resubmits_prompt_and_tokens_so_far(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "schedule, bound", [("sync", 0), pytest.param("one_step", 1, marks=pytest.mark.slow)]
+    "schedule, bound",
+    [
+        pytest.param("sync", 0, marks=pytest.mark.slow),
+        pytest.param("one_step", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_schedules_without_interruption(model, tmp_path, schedule, bound):
     # No request has to last until a push.

@@ -5,12 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from areal_lite.quickstart.make_model import build_char_tokenizer
 from tests.ranks.test_engine import make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_servers_see_adapters_that_are_not_tiny(tmp_path: Path) -> None:
     make_model("qwen3_tied", tmp_path / "model")
     build_char_tokenizer().save_pretrained(tmp_path / "model")

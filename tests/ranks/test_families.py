@@ -147,7 +147,7 @@ LAYOUTS = {
 }
 UNADAPTED = ("deepseek", "moonlight")
 ADAPTED = ("single", "tensor", "context", "pipeline")
-QUICK = ("single", "tensor", "context")
+QUICK = ("tensor",)  # as two ranks do all that one does
 # Fused and gated projections, latent attention, a delta net, and experts apart and stacked.
 ORTHOGONAL = ("moonlight", "gpt_oss", "phi4", "qwen3_next", "glm4_moe")
 

@@ -55,10 +55,11 @@ def test_degenerate_texts_take_milliseconds(verifier: str) -> None:
 
 
 def test_degenerate_texts_cost_math_no_more_when_longer() -> None:
-    VERIFIERS["math"]("4")  # its imports take most of a second
+    verify = VERIFIERS["math"]
+    verify("4")  # its imports take most of a second
     for pattern in PATTERNS:
-        text = text_of(pattern, 200_000)
-        assert measure(VERIFIERS["math"], text, repeats=1) < 1.0, pattern
+        short, long = (measure(verify, text_of(pattern, n), repeats=1) for n in (10_000, 200_000))
+        assert long < 3 * short + 0.2, pattern
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -150,7 +151,7 @@ def test_gsm8k_scores_any_text(text: str, times: int) -> None:
     assert gsm8k_reward(text * times, "72") in (0.0, 1.0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(TEXTS)
 def test_math_scores_any_text(text: str) -> None:
     assert math_reward(text, "72") in (0.0, 1.0)

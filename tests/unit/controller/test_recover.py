@@ -196,7 +196,7 @@ EVENTS = ["admit"] * 4 + ["finish"] * 4 + ["assign", "train", "train"]
 EVENTS += ["filter", "drop", "save", "kill", "kill_controller"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 9)), max_size=60),
     st.sampled_from([[NO_END], [SourceOrder(1, 3)], [FIVE], [FIVE, SourceOrder(2, 3), NO_END]]),

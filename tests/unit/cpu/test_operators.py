@@ -46,7 +46,12 @@ print(len(calls))
 
 
 @pytest.mark.parametrize(
-    ("threads", "dtype", "calls"), [(1, "float32", 6), (1, "bfloat16", 0), (2, "float32", 6)]
+    ("threads", "dtype", "calls"),
+    [
+        pytest.param(1, "float32", 6, marks=pytest.mark.slow),
+        (1, "bfloat16", 0),
+        (2, "float32", 6),
+    ],
 )
 def test_operators_equal_those_of_sglang(threads, dtype, calls):
     code = _COMPARE.format(threads=threads, dtype=dtype)

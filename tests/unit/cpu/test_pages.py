@@ -63,7 +63,7 @@ def play(seed, size, need_sort):
 
 
 refused = [play(seed, size, need_sort)
-           for seed in range(8) for size in (2, 4, 16) for need_sort in (False, True)]
+           for seed in range(3) for size in (2, 4, 16) for need_sort in (False, True)]
 assert all(refused)
 print("played")
 """

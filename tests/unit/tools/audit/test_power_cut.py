@@ -90,7 +90,7 @@ def crash(writes: list[Write], tmp_path: Path, share: float) -> int:
 
 
 def test_a_share_of_all_crashes(writes, tmp_path) -> None:
-    assert crash(writes, tmp_path, 0.06) > 60
+    assert crash(writes, tmp_path, 0.03) > 30
 
 
 @pytest.mark.slow
