@@ -74,6 +74,9 @@ PARTS = {
     "families": Part("gpu_families", 1, "each family of models, against transformers"),
     "agree": Part("gpu_runs", 1, "log-probs of server and trainer; tokens a second"),
     "tags": Part("gpu_runs", 1, "versions of tokens around a push"),
+    "product": Part("gpu_proof", 1, "a matrix product and a memory copy"),
+    "sampling": Part("gpu_proof", 1, "tokens a second beside SGLang's own benchmark"),
+    "learns": Part("gpu_proof", 1, "a real chat model, a reward curve, pauses"),
     "order": Part("gpu_runs", 1, "the same KV cache beside an empty and a full GPU", on_cpu=False),
     "quickstart": Part("gpu_runs", 1, "a whole run on one GPU"),
     "killed": Part("gpu_runs", 1, "the server, then the trainer, killed during a run"),
@@ -174,9 +177,9 @@ def runnable(wanted: list[str], gpus: int, tiny: bool) -> Iterator[str]:
             print(f"{name} needs {part.gpus} GPUs, {gpus} are visible: left out")
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse(argv: list[str] | None = None, about: str | None = __doc__) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", help=", ".join(PARTS))
     parser.add_argument("--name", default="this-machine", help="name of the results file")
