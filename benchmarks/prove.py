@@ -36,8 +36,9 @@ def page(results: dict[str, dict[str, Any]], name: str) -> str:
         before, after = map(_percent, learned["held-out accuracy before and after"])
         rewards = learned["rewards"]
         step = f"{len(rewards)} steps of {learned['seconds a step']} s"
-        lines += ["", f"**Learning.** {step}. Held-out accuracy {before} → {after}. Rewards by step,"
-                  " from 0 to 1:", "", f"    {bars(rewards)}"]  # fmt: skip
+        accuracy = f"Held-out accuracy {before} → {after}"
+        lines += ["", f"**Learning.** {step}. {accuracy}. Rewards by step, from 0 to 1:", "",
+                  f"    {bars(rewards)}"]  # fmt: skip
     failed = [
         f"{part}: {check}"
         for part in found

@@ -103,10 +103,10 @@ class Broadcast:
     Its WeightGroup is made anew when its servers change. Its calls raise as that does.
     """
 
-    def __init__(self, config: TrainConfig, backend: str, pack: Pack):
+    def __init__(self, config: TrainConfig, backend: str, pack: Pack | None = None):
         self._config = config
         self._backend = backend
-        self._pack = pack
+        self._pack = pack or Whole()
         self._group: WeightGroup | None = None
 
     def transfer(

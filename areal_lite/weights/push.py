@@ -96,7 +96,7 @@ def make_transport(config: TrainConfig, device: torch.device, run_dir: Path) -> 
     backend = "nccl" if device.type == "cuda" else "gloo"
     match chosen:
         case "distributed":
-            return Broadcast(config, backend, Whole())
+            return Broadcast(config, backend)
         case "adapters":
             lora = config.trainer.lora
             return Broadcast(config, backend, Whole(f"{ADAPTERS}:{lora.alpha / lora.rank}"))

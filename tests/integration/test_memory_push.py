@@ -170,6 +170,7 @@ def test_changes_bring_the_weights_that_a_broadcast_brings(trainer, server, mode
         assert found["delta"] == found["distributed"]
     for pusher in pushers.values():
         pusher.close()
+    assert push(models[0], [server], "distributed", 36).failed == []  # even versions are this model
 
 
 def test_each_token_is_tagged_with_the_version_that_sampled_it(server, models):

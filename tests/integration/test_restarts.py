@@ -84,9 +84,8 @@ def config(tiny_model: str, tmp_path: Path) -> TrainConfig:
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # test_takeover.py has trainers that are scripts, and the chaos test kills both
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_controller_and_a_stopped_trainer_start_again(
     config, number: signal.Signals, monkeypatch, capfd
 ) -> None:
