@@ -1,4 +1,4 @@
-"""What one GPU proves in half an hour, on one page; `bash benchmarks/prove.sh` sets everything up.
+"""Measure one GPU for half an hour and write a page; `bash benchmarks/prove.sh` sets it up.
 
     bash benchmarks/prove.sh --name h100               # about 20 minutes; again: what is missing
     bash benchmarks/prove.sh --name h100 sampling # this part, again
@@ -7,7 +7,7 @@
 The parts are some of gpu.py's, each with the number that a plain program reaches on the same
 machine. Results go to FOLDER/gpu-NAME.json as each part ends, so an interrupted command continues
 where it was; the page is FOLDER/prove-NAME.md. Nothing is uploaded, and the only downloads are
-packages and the chat model of examples/chat_model (`CHAT_MODEL=…` names one that is there).
+packages and the chat model of examples/chat_model (`CHAT_MODEL=…` names another folder).
 """
 
 import json

@@ -105,7 +105,7 @@ class Controller:
 
 
 class Training:
-    """Steps of weights, whose exact values lie anywhere between two that their dtype has."""
+    """Trains weights in float32, and rounds them to their dtype after each step."""
 
     def __init__(self, weights: dict[str, torch.Tensor], lr: float):
         self._weights, self._lr = weights, lr

@@ -4,8 +4,8 @@
 
 One run of `areal-lite train`, with two real SGLang servers and a real Megatron trainer, has each
 fault once a round, in an order that the seed draws. Before a fault, the run makes ten steps with
-both servers; then it comes at a random moment of a step. `nothing` is no fault: no recovery can
-take less time. tests/chaos makes the faults and the world of the run.
+both servers; then it comes at a random moment of a step. `nothing` leaves the run alone, as a
+lower bound. tests/chaos makes the faults and the world of the run.
 
     usual        the median time of those ten steps
     next_step    from the fault until the next training step completes, a repeated one included

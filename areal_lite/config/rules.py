@@ -322,10 +322,8 @@ def check_push(config: TrainConfig) -> None:
 
 def check_devices(trainer: str, server: str, transport: str) -> None:
     """Check that weights get from the trainer's device to the servers'. `auto` may be either."""
-    if transport in ("auto", "distributed", "adapters", "delta") and {trainer, server} == {
-        "cpu",
-        "cuda",
-    }:
+    broadcasts = transport in ("auto", "distributed", "adapters", "delta")
+    if broadcasts and {trainer, server} == {"cpu", "cuda"}:
         raise ValueError(
             f"sync.transport={transport} cannot connect trainer.device={trainer} to "
             f"server.device={server} (auto is cuda on a machine with a GPU): use "

@@ -108,7 +108,7 @@ class Changes:
 
 
 class _Plan:
-    """Where the int16 of a bucket are in the parameters of `model`.
+    """Maps the int16 of a bucket to the parameters of `model`.
 
     Raises LoadError if a sum would not be what loading gives.
     """

@@ -1,4 +1,4 @@
-"""Where in a server's parameters the weights of a checkpoint go.
+"""Record where the weights of a checkpoint go in a server's parameters.
 
 SGLang's loaders cut and merge tensors: q, k and v go into one parameter, and a rank of a
 tensor-parallel server keeps a slice. They are run while writes to parameters are recorded instead

@@ -303,7 +303,7 @@ def push_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> list
     return [
         f"{what} to each server (sync.transport={config.sync.transport}{chosen})",
         cadence_line(config),
-        *(f"{size} of the trainer's memory, {kept[each]}" for each in kept if each == transport),
+        *([f"{size} of the trainer's memory, {kept[transport]}"] if transport in kept else []),
     ]
 
 

@@ -46,7 +46,7 @@ class Deltas:
         """Pack whole weights, and remember them."""
         self._copy = []
         for bucket in map(flatten, buckets):
-            self._copy.append(_padded(bucket.data).cpu().clone())
+            self._copy.append(_padded(bucket.data).to("cpu", copy=True))
             self._state = secrets.token_hex(16)
             yield _whole(bucket, "", self._state)
 

@@ -57,7 +57,7 @@ def weights(seed: int) -> list[tuple[str, torch.Tensor]]:
     draw = {n: torch.randint(-(2**15), 2**15, s, generator=generator) for n, s in SHAPES.items()}
     named = {name: bits.to(torch.int16).view(BF16) for name, bits in draw.items()}
     named["bias"] = torch.randn(3, generator=generator)
-    # A parameter that is wider than its weight has no bits for those of a NaN.
+    # A float32 parameter does not keep the bits of a NaN in bfloat16.
     named["norm"] = torch.randn(4, generator=generator).to(BF16)
     return list(named.items())
 
