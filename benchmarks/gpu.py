@@ -77,6 +77,7 @@ PARTS = {
     "product": Part("gpu_proof", 1, "a matrix product and a memory copy"),
     "sampling": Part("gpu_proof", 1, "tokens a second beside SGLang's own benchmark"),
     "learns": Part("gpu_proof", 1, "a real chat model, a reward curve, pauses"),
+    "drafts": Part("gpu_runs", 1, "decoding with drafts and without, and their log-probs"),
     "order": Part("gpu_runs", 1, "the same KV cache beside an empty and a full GPU", on_cpu=False),
     "quickstart": Part("gpu_runs", 1, "a whole run on one GPU"),
     "killed": Part("gpu_runs", 1, "the server, then the trainer, killed during a run"),

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import seams
+import speculation
 import torch
 from gpu_parts import CUDA, GIB, Result, random_batch, reference_logprobs, save_model
 
@@ -156,6 +157,35 @@ def _rounding(model: Path, done: list[dict]) -> float:
         for dtype in (torch.float32, torch.bfloat16)
     )
     return (exact - rounded).abs().mean().item()
+
+
+def drafts(tiny: bool) -> Result:
+    """Decode with drafts and without, in turn, and compare the log-probs with the trainer's.
+
+    The model is that of $CHAT_MODEL, or a random one. Prompts are random, and come again.
+    """
+    folder = Path(tempfile.mkdtemp())
+    model = Path(os.environ.get("CHAT_MODEL") or save_model(folder / "model", tiny))
+    algorithm, length, vocab = ("NGRAM", 256, 40_000) if CUDA else ("history", 16, 500)
+    args = {"mem_fraction_static": 0.3, "dtype": "bfloat16", "max_total_tokens": 65_536}
+    numbers: dict[str, Any] = {}
+    with speculation.servers(
+        str(model), None, algorithm, device="cuda" if CUDA else "cpu", **SERVER_ARGS, **args
+    ) as both:
+        for at_once in (1,) if tiny else (1, 8, 32):
+            asked = np.random.default_rng(at_once).integers(0, vocab, (4, 32)).tolist()
+            row = speculation.ratios(both, at_once, asked, -1, length)
+            numbers[f"{at_once} at once: tokens a pass"] = row["tokens_per_step"]
+            numbers[f"{at_once} at once: speed, lowest and highest"] = row["per_second_ratio"]
+        done = {name: generate(s.info, 8, 64, vocab) for name, s in zip(("plain", "drafts"), both)}
+    rounding = _rounding(model, done["plain"])
+    differences = {
+        name: float(_difference(model, some, False).mean()) for name, some in done.items()
+    }
+    shutdown()
+    numbers |= {f"{name}: mean difference, nats": round(x, 5) for name, x in differences.items()}
+    numbers["error of bfloat16 in transformers, nats"] = round(rounding, 5)
+    return numbers, {"log-probs of drafts are right": differences["drafts"] < 1.6 * rounding}
 
 
 def order(tiny: bool) -> Result:

@@ -59,14 +59,22 @@ class Speed(NamedTuple):
 
 
 @contextmanager
-def servers(model: str, *algorithms: str | None) -> Iterator[list[ServerProcess]]:
-    """Start a server of `model` for each algorithm for speculation, and stop them."""
+def servers(
+    model: str, *algorithms: str | None, device: str = "cpu", **args: Any
+) -> Iterator[list[ServerProcess]]:
+    """Start a server of `model` for each algorithm for speculation, and stop them.
+
+    `args` are more options of SGLang. Where a GPU drafts, scheduling does not overlap.
+    """
+    args = {"max_total_tokens": 8192} | args
     with tempfile.TemporaryDirectory() as folder:
         started = [
             ServerProcess(
                 ServerConfig(
-                    device="cpu",
-                    args={"max_total_tokens": 8192, "speculative_algorithm": algorithm},
+                    device=device,
+                    args=args
+                    | {"speculative_algorithm": algorithm}
+                    | ({"disable_overlap_schedule": True} if algorithm == "NGRAM" else {}),
                 ),
                 model,
                 name=algorithm or "plain",
@@ -101,10 +109,15 @@ async def ask(
 
 
 async def speed(
-    server: ServerProcess, prompts: list[list[int]], at_once: int, epoch: int, end: int
+    server: ServerProcess,
+    prompts: list[list[int]],
+    at_once: int,
+    epoch: int,
+    end: int,
+    tokens: int = TOKENS,
 ) -> Speed:
     """Ask for all samples of all prompts, `at_once` at a time."""
-    params = {"max_new_tokens": TOKENS, "stop_token_ids": [end], "skip_special_tokens": False}
+    params = {"max_new_tokens": tokens, "stop_token_ids": [end], "skip_special_tokens": False}
     free = asyncio.Semaphore(at_once)
     connector, limit = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(1800)
     async with aiohttp.ClientSession(connector=connector, timeout=limit) as session:
@@ -118,8 +131,8 @@ async def speed(
         pairs = [(n, s) for n in range(len(prompts)) for s in range(SAMPLES)]
         answers = await asyncio.gather(*(one(*pair) for pair in pairs))
         seconds, used = time.perf_counter() - start, processor_seconds(server) - busy
-    tokens = sum(len(answer.tokens) for answer in answers)
-    return Speed(tokens / seconds, tokens / used, tokens / sum(a.steps for a in answers))
+    count = sum(len(answer.tokens) for answer in answers)
+    return Speed(count / seconds, count / used, count / sum(a.steps for a in answers))
 
 
 def sums(model: str, seed: int) -> tuple[list[list[int]], int]:
@@ -136,25 +149,35 @@ def sums(model: str, seed: int) -> tuple[list[list[int]], int]:
 
 def compare(model: str) -> list[dict[str, Any]]:
     """Return the ratios of speeds of a model for each number of requests at once."""
-    rows = []
     with servers(model, None, "history") as both:
-        for at_once in AT_ONCE:
-            # Each load has other prompts: the history of the one before does not help.
-            prompts, end = sums(model, seed=at_once)
-            prompts = prompts[: max(at_once // 2, 1)]  # one at a time takes long
-            pairs = [
-                [asyncio.run(speed(s, prompts, at_once, epoch, end)) for s in both]
-                for epoch in range(EPOCHS)
-            ][1:]
-            row: dict[str, Any] = {"at_once": at_once}
-            row["tokens_per_step"] = round(statistics.median(h.per_step for _, h in pairs), 2)
-            for name in ("per_second", "per_processor_second"):
-                ratios = sorted(getattr(h, name) / getattr(o, name) for o, h in pairs)
-                found = statistics.median(ratios), ratios[0], ratios[-1]
-                row[f"{name}_ratio"] = [round(value, 2) for value in found]
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-    return rows
+        return [ratios(both, at_once, *sums(model, seed=at_once)) for at_once in AT_ONCE]
+
+
+def ratios(
+    both: list[ServerProcess],
+    at_once: int,
+    prompts: list[list[int]],
+    end: int,
+    tokens: int = TOKENS,
+) -> dict[str, Any]:
+    """Return the speed of the second server over that of the first, which does not draft.
+
+    Each load has other prompts, so the history of the one before does not help.
+    """
+    prompts = prompts[: max(at_once // 2, 1)]  # one at a time takes long
+    pairs = [
+        [asyncio.run(speed(server, prompts, at_once, epoch, end, tokens)) for server in both]
+        for epoch in range(EPOCHS)
+    ][1:]
+    row: dict[str, Any] = {"at_once": at_once}
+    row["tokens_per_step"] = round(statistics.median(h.per_step for _, h in pairs), 2)
+    for name in ("per_second", "per_processor_second"):
+        found = sorted(getattr(h, name) / getattr(o, name) for o, h in pairs)
+        row[f"{name}_ratio"] = [
+            round(x, 2) for x in (statistics.median(found), found[0], found[-1])
+        ]
+    print(json.dumps(row), flush=True)
+    return row
 
 
 def exact() -> dict[str, float]:
