@@ -24,6 +24,7 @@ Sampling, and SGLang's report about a sampled token:
 """
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
@@ -80,6 +81,8 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     sglang_plugins.installed = True
+    # SGLang's debugger imports Megatron-core where it is installed, which takes seconds.
+    sys.modules["megatron"] = None  # pyright: ignore[reportArgumentType]
     for target, hook in hooks().items():
         HookRegistry.register(target, hook, HookType.AROUND)
 
