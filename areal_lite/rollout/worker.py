@@ -81,6 +81,9 @@ class EpisodeWorker:
     def __init__(self, config: Sampled, splits: Sequence[Split], silence_s: float):
         self._config, self._splits, self._silence_s = config, splits, silence_s
         self._tokenizer = Tokenizer(config.model, config.data.chat_template_kwargs)
+        if self._tokenizer.chat_template:
+            # This takes seconds. Here it is done once, in the process that all workers fork from.
+            import transformers.utils.chat_template_utils  # noqa: F401
 
     def load(self) -> "EpisodeWorker":
         """Load the user's code. Raises ValueError if something cannot be used."""

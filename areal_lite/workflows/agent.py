@@ -48,9 +48,6 @@ class Agent:
 
     async def start(self, config: TrainConfig) -> None:
         """Start the endpoint."""
-        # This import takes seconds, during which the first request would block all others.
-        import transformers.utils.chat_template_utils  # noqa: F401
-
         # Agents run in this process, and what their clients ask by logs every request at INFO.
         for name in ("httpx", "httpx2"):
             logging.getLogger(name).setLevel(logging.WARNING)

@@ -79,7 +79,7 @@ class Run:
         self.start("controller", "-m", "areal_lite.controller.service", str(self.path))
         return self.client()
 
-    def client(self, timeout_s: float = 20) -> ControllerClient:
+    def client(self, timeout_s: float = 120) -> ControllerClient:
         self.clients.append(ControllerClient(self.path, timeout_s))
         return self.clients[-1]
 
