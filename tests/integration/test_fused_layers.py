@@ -79,7 +79,7 @@ async def completions(server: ServerProcess) -> list[GenerationChunk]:
         pytest.param("llama", "float32", 1, "areal_lite's fused", 2e-5, marks=pytest.mark.slow),
         ("qwen2", "float32", 2, "areal_lite's fused", 2e-5),
         pytest.param("qwen3", "float32", 1, "areal_lite's fused", 2e-5, marks=pytest.mark.slow),
-        ("qwen3", "bfloat16", 1, "SGLang's own", 0.2),
+        pytest.param("qwen3", "bfloat16", 1, "SGLang's own", 0.2, marks=pytest.mark.slow),
     ],
 )
 def test_logprobs_are_those_of_transformers(tmp_path, name, dtype, threads, whose, tolerance):

@@ -204,6 +204,7 @@ def test_a_broken_transport_ends_a_run_before_its_first_episode(model, tmp_path)
     assert processes_of(folder) == []
 
 
+@pytest.mark.slow  # test_push_points.py loses servers, tests/ranks/test_step_ranks.py has two ranks
 def test_two_servers_two_ranks_retract_by_disk_every_second_step(model, tmp_path):
     two = ["server.count=2", "trainer.data_parallel=2"]
     run = train(

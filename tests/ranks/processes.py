@@ -3,6 +3,7 @@
 The imports of a rank (torch, transformers, Megatron-core) take longer than most of its tests.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -69,6 +70,7 @@ def _rank(worker: Path, folder: Path, rank: int, environment: dict[str, str]) ->
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
     os.environ.update(environment)
+    gc.freeze()  # Megatron collects garbage at each checkpoint: not what the imports made
     warnings.simplefilter("ignore")
     sys.argv = [str(worker), str(folder / "job.json")]
     runpy.run_path(str(worker), run_name="__main__")

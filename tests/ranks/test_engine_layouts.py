@@ -31,11 +31,13 @@ TWO = {
         "qwen3_tied",
         dict(tensor_parallel=2, recompute="selective"),
     ),
-    "pipeline": ("qwen2_untied", dict(pipeline_parallel=2, recompute="full")),
-    "tied_pipeline": ("qwen3_tied", dict(pipeline_parallel=2)),
     "interleaved": ("qwen3_tied", dict(pipeline_parallel=2, virtual_pipeline=2)),
     "context": ("qwen3_tied", dict(context_parallel=2)),
     "experts": ("moe_untied", dict(data_parallel=2, expert_parallel=2)),
+}
+MORE_OF_TWO = {
+    "pipeline": ("qwen2_untied", dict(pipeline_parallel=2, recompute="full")),
+    "tied_pipeline": ("qwen3_tied", dict(pipeline_parallel=2)),
 }
 FOUR = {
     "tensor_pipeline": ("qwen3_tied", dict(tensor_parallel=2, pipeline_parallel=2)),
@@ -74,18 +76,26 @@ CRITICS = (
 )
 # layout -> the earlier layout whose checkpoint it loads, with the same model.
 RESUMES = {
-    "tied_pipeline": "sequence",
-    "interleaved": "tied_pipeline",
+    "interleaved": "sequence",
     "tensor_context": "tensor_pipeline",
     "experts_pipeline": "tensor_experts",
 }
 
 
-def runs(names=(*TWO, *FOUR)):
-    """Parametrize a test by layout; those of four processes are slow."""
+GROUPS = {"two": TWO, "more_of_two": MORE_OF_TWO, "four": FOUR}
+CASES = TWO | MORE_OF_TWO | FOUR
+
+
+def group_of(name: str) -> str:
+    """Return the group of layouts that run together with `name`, in a folder of this name."""
+    return next(group for group, layouts in GROUPS.items() if name in layouts)
+
+
+def runs(names=CASES):
+    """Parametrize a test by layout. Some of two processes and all of four are slow."""
     slow = (pytest.mark.slow, pytest.mark.timeout(1800))
     return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=slow if name in FOUR else ()) for name in names]
+        "name", [pytest.param(name, marks=() if name in TWO else slow) for name in names]
     )
 
 
@@ -97,9 +107,9 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def run(folder: Path, layouts: dict[str, tuple[str, dict]]) -> dict[str, list[dict]]:
+def run(folder: Path, group: str) -> dict[str, list[dict]]:
+    layouts, out = GROUPS[group], folder / group
     world = TrainerConfig(**next(iter(layouts.values()))[1]).world_size
-    out = folder / f"world{world}"
     cases = []
     for name, (model, layout) in layouts.items():
         resume = RESUMES.get(name)
@@ -122,21 +132,27 @@ def run(folder: Path, layouts: dict[str, tuple[str, dict]]) -> dict[str, list[di
 
 @pytest.fixture(scope="module")
 def two(folder):
-    return run(folder, TWO)
+    return run(folder, "two")
+
+
+@pytest.fixture(scope="module")
+def more_of_two(folder):
+    return run(folder, "more_of_two")
 
 
 @pytest.fixture(scope="module")
 def four(folder):
-    return run(folder, FOUR)
+    return run(folder, "four")
 
 
 @pytest.fixture
 def results(request):
     """results(name): what each rank of a layout computed.
 
-    All layouts of a size run in the same processes, when a test asks for the first.
+    All layouts of a group run in the same processes, when a test asks for the first.
     """
-    return lambda name: request.getfixturevalue("two" if name in TWO else "four")[name]
+
+    return lambda name: request.getfixturevalue(group_of(name))[name]
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +267,7 @@ def reference_critic(folder: Path, name: str) -> dict:
 
 
 def model_of(name: str) -> str:
-    return (TWO | FOUR)[name][0]
+    return CASES[name][0]
 
 
 def assert_curves_agree(got: list[dict], want: list[dict]) -> None:
@@ -280,9 +296,8 @@ def test_training_matches_adamw(results, expected, folder, name):
             len(batch.tokens),
             batch.lengths.max(),
         )
-    world = len(ranks)
     assert (ranks[0]["after"] - want["after"]).abs().max() <= 2e-5
-    exported = weights_of(folder / f"world{world}" / name / "export")
+    exported = weights_of(folder / group_of(name) / name / "export")
     assert largest_difference(exported, weights_of(folder / f"trained_{model_of(name)}")) <= 1e-5
 
 
@@ -317,7 +332,7 @@ def test_a_checkpoint_of_another_layout_is_loaded(results, expected, name):
 @runs()
 def test_its_checkpoint_converts_to_what_the_ranks_export(results, folder, tmp_path, name):
     ranks = results(name)
-    source, case = folder / model_of(name), folder / f"world{len(ranks)}" / name
+    source, case = folder / model_of(name), folder / group_of(name) / name
     convert(case / "checkpoint", source, tmp_path / "out", "auto")
     converted, exported = weights_of(tmp_path / "out"), weights_of(case / "export")
     assert converted.keys() == exported.keys()

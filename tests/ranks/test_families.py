@@ -4,6 +4,7 @@ test_architectures.py has the models and layouts that came first. Sequences are 
 long, so windows of 5 to 7 tokens cut most of them, also the prefixes that they share.
 """
 
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -131,6 +132,9 @@ FAMILIES = {
         | {"moe_intermediate_size": 32},
     ),
 }
+# Each has a relative with the same operators above, or is that with fewer of them.
+ALIKE = ("qwen2_window", "smollm3", "llama_yarn", "phi3_window", "olmo3", "gemma3")
+ALIKE += ("moonlight", "qwen3_5", "glm4_moe_plain")
 LAYOUTS = {
     "single": {},
     "tensor": {"tensor_parallel": 2},
@@ -164,10 +168,22 @@ def families(layout: str) -> tuple[str, ...]:
 
 
 CASES = [
-    pytest.param(layout, name, marks=[] if layout in QUICK else [pytest.mark.slow])
+    pytest.param(
+        layout, name, marks=() if layout in QUICK and name not in ALIKE else pytest.mark.slow
+    )
     for layout in LAYOUTS
     for name in families(layout)
 ]
+
+
+def quick_unless_alike(names: Iterable[str]) -> list:
+    """Parametrize a test by families, of which those that are alike are slow."""
+    return [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in names]
+
+
+def place(layout: str, name: str) -> str:
+    """Return the folder of a layout's results. Families that are alike run apart."""
+    return layout + "_alike" * (name in ALIKE)
 
 
 @pytest.fixture(scope="module")
@@ -182,20 +198,21 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder):
-    """results(layout): what each of its ranks computed. Its processes start once."""
+    """results(layout, name): what each of its ranks computed for a family."""
 
     @cache
-    def run(layout: str) -> list[dict]:
-        names = families(layout)
+    def run(layout: str, alike: bool) -> list[dict]:
+        names = tuple(name for name in families(layout) if alike == (name in ALIKE))
         models = {name: str(folder / name) for name in names}
         # Checkpoints of spread experts have an optimizer of their own.
         saved = "checkpoints" + "_of_experts" * ("expert_parallel" in LAYOUTS[layout])
         lora = [name for name in names if name not in UNADAPTED and layout in ADAPTED]
         muon = [name for name in ORTHOGONAL if name in names]
         options = {"saved": str(folder / saved), "lora": lora, "muon": muon}
-        return launch(LAYOUTS[layout], models, names, folder / layout, **options)
+        out = folder / place(layout, names[0])
+        return launch(LAYOUTS[layout], models, names, out, **options)
 
-    return run
+    return lambda layout, name: [rank[name] for rank in run(layout, name in ALIKE)]
 
 
 def reference(folder: Path) -> torch.nn.Module:
@@ -244,7 +261,7 @@ def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("layout, name", CASES)
 def test_a_family_computes_and_trains_as_transformers_do(results, folder, tmp_path, layout, name):
-    first, *others = (rank[name] for rank in results(layout))
+    first, *others = results(layout, name)
     model = reference(folder / name)
     expected = logprobs(model, 100)
     for rank in (first, *others):
@@ -269,7 +286,7 @@ def test_a_family_computes_and_trains_as_transformers_do(results, folder, tmp_pa
     for rank in (first, *others):
         assert (rank["updated"] - expected).abs().max() <= 1e-5
         assert (rank["loaded"] - rank["updated"]).abs().max() <= 1e-5
-    exported = folder / layout / f"{name}_updated"
+    exported = folder / place(layout, name) / f"{name}_updated"
     assert (logprobs(reference(exported), 101) - expected).abs().max() <= 1e-5
     model.save_pretrained(tmp_path)
     before, after = weights_of(folder / name), weights_of(tmp_path)
@@ -283,10 +300,13 @@ def test_a_family_computes_and_trains_as_transformers_do(results, folder, tmp_pa
 
 @pytest.mark.parametrize("layout, name", [case for case in CASES if case.values[1] in ORTHOGONAL])
 def test_muon_updates_each_matrix_of_a_file(results, folder, layout, name):
-    ranks, model = results(layout), reference(folder / name)
+    ranks, model = results(layout, name), reference(folder / name)
     batch = random_batch(8, VOCAB, seed=0)
     (-reference_logprobs(model, batch).sum() / len(batch.tokens)).backward()
-    before, after = weights_of(folder / name), weights_of(folder / layout / f"{name}_muon")
+    before, after = (
+        weights_of(folder / name),
+        weights_of(folder / place(layout, name) / f"{name}_muon"),
+    )
     found = gradients_of(model)
     matrices = [key for key in found if ".layers." in key and found[key].ndim == 2]
     if name == "gpt_oss":  # all experts in one tensor
@@ -302,13 +322,13 @@ def test_muon_updates_each_matrix_of_a_file(results, folder, layout, name):
     hf = AutoConfig.from_pretrained(folder / name)
     for number, rank in enumerate(ranks):
         stage = number * trainer.pipeline_parallel // len(ranks)
-        assert 4 * rank[name]["moments"] == rank_memory(hf, trainer, 4, stage).moments
+        assert 4 * rank["moments"] == rank_memory(hf, trainer, 4, stage).moments
 
 
 @pytest.mark.parametrize("layout, name", CASES)
 def test_an_export_gives_the_same_bits_back(results, folder, layout, name):
-    results(layout)
-    before, after = weights_of(folder / name), weights_of(folder / layout / name)
+    results(layout, name)
+    before, after = weights_of(folder / name), weights_of(folder / place(layout, name) / name)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
 
@@ -320,8 +340,8 @@ def test_an_export_gives_the_same_bits_back(results, folder, layout, name):
 def test_adapters_are_the_same_in_each_layout_and_their_sum_is_exported(
     results, folder, layout, name
 ):
-    rank, alone = results(layout)[0][name], results("single")[0][name]
-    exported = folder / layout / f"{name}_adapted"
+    rank, alone = results(layout, name)[0], results("single", name)[0]
+    exported = folder / place(layout, name) / f"{name}_adapted"
     assert (logprobs(reference(exported), 101) - rank["adapted"]).abs().max() <= 1e-5
     before, merged, pushed = weights_of(folder / name), weights_of(exported), rank["adapters"]
     changed = {key for key, tensor in merged.items() if not torch.equal(tensor, before[key])}
@@ -339,16 +359,16 @@ def test_adapters_are_the_same_in_each_layout_and_their_sum_is_exported(
 
 @pytest.mark.parametrize("layout, name", CASES)
 def test_the_plan_counts_the_parameters_of_each_rank(results, folder, layout, name):
-    ranks, trainer = results(layout), TrainerConfig(**LAYOUTS[layout])
+    ranks, trainer = results(layout, name), TrainerConfig(**LAYOUTS[layout])
     stages = [number * trainer.pipeline_parallel // len(ranks) for number in range(len(ranks))]
     hf = AutoConfig.from_pretrained(folder / name)
     for rank, stage in zip(ranks, stages, strict=True):
-        assert rank[name]["parameters"] == sum(rank_parameters(hf, trainer, stage))
+        assert rank["parameters"] == sum(rank_parameters(hf, trainer, stage))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", quick_unless_alike(FAMILIES))
 def test_the_plan_knows_what_autograd_keeps(results, folder, name):
-    got, hf = results("single")[0][name]["memory"], AutoConfig.from_pretrained(folder / name)
+    got, hf = results("single", name)[0]["memory"], AutoConfig.from_pretrained(folder / name)
     planned = got["tokens"] * activation_bytes_per_token(hf, TrainerConfig(), 4, 0)
     head = got["tokens"] * hf.hidden_size * 2 * 4  # the last norm, and what the head keeps
     assert got["kept"] == pytest.approx(planned + head, rel=0.15)

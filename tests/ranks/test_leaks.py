@@ -17,7 +17,7 @@ from areal_lite.train_batch import TrainBatch
 from tests.ranks import test_architectures
 from tests.ranks.architectures_worker import VOCAB
 from tests.ranks.engine_worker import random_batch
-from tests.ranks.test_families import FAMILIES
+from tests.ranks.test_families import FAMILIES, quick_unless_alike
 
 ALL = test_architectures.MODELS | FAMILIES
 # Other experts then compute other numbers of rows, and products of other shapes round otherwise.
@@ -61,7 +61,7 @@ def results(policy: Policy, batch: TrainBatch, share: bool, chosen: int):
     return outputs, {name: p.main_grad.clone() for name, p in named if p.requires_grad}
 
 
-@pytest.mark.parametrize("policy", ALL, indirect=True, ids=str)
+@pytest.mark.parametrize("policy", quick_unless_alike(ALL), indirect=True, ids=str)
 @pytest.mark.parametrize("kernel", [True, False])
 def test_a_token_changes_nothing_of_other_sequences(policy, kernel, monkeypatch, request):
     if not kernel:

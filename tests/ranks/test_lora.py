@@ -44,7 +44,6 @@ ONE = {
     "recomputed": ("qwen2_untied", MLP, dict(recompute="full")),
 }
 TWO = {
-    "tensor": ("qwen3_tied", ALL, dict(tensor_parallel=2)),
     "sequence": (
         "qwen3_tied",
         ALL,
@@ -53,6 +52,7 @@ TWO = {
     "experts": ("moe_untied", ATTENTION, dict(data_parallel=2, expert_parallel=2)),
 }
 MORE_OF_TWO = {
+    "tensor": ("qwen3_tied", ALL, dict(tensor_parallel=2)),
     "pipeline": ("qwen2_untied", MLP, dict(pipeline_parallel=2, recompute="full")),
     "context": ("qwen3_tied", ALL, dict(context_parallel=2)),
     "tied_pipeline": ("qwen3_tied", ALL, dict(pipeline_parallel=2, virtual_pipeline=2)),
@@ -77,7 +77,7 @@ SLOW = MORE_OF_TWO | FOUR
 CRITICS = ("single", "sequence", "pipeline")
 # layout -> an earlier one whose checkpoint it loads; others load their own.
 RESUMES = {
-    "sequence": "tensor",
+    "context": "tensor",
     "tied_pipeline": "context",
     "data": "tied_pipeline",
     "data_tensor": "tensor_context",
