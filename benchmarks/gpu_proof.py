@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ def product(tiny: bool) -> Result:
 
 def sampling(tiny: bool) -> Result:
     """Sample from one server by SGLang's own benchmark and by this project's client, in turn."""
+    if not find_spec("datasets"):
+        raise ModuleNotFoundError("sglang.benchmark.serving imports datasets: install it")
     folder = Path(tempfile.mkdtemp())
     model = save_model(folder / "model", tiny)
     count, length, vocab = (4, 16, TINY["vocab_size"]) if tiny else (256, 512, SMALL["vocab_size"])

@@ -10,6 +10,7 @@
 * A requested stop ends the run after a step, with a checkpoint (areal_lite/run_dir/resume.py).
 """
 
+import gc
 import logging
 import sys
 import time
@@ -446,6 +447,7 @@ class Reporter:
 
 def main() -> int:
     die_with_parent()
+    gc.freeze()  # Megatron collects garbage twice for a checkpoint: not what imports made
     heartbeat.start("loading the model and the checkpoint")
     return run_role(
         lambda run_dir: train(load_config(run_dir), run_dir), ValueError, FloatingPointError
