@@ -28,8 +28,6 @@ def main(argv: list[str]) -> None:
             return True
 
         logging.getLogger("sglang.srt.entrypoints.engine").addFilter(hide_key)
-    # SGLang's dumper would import Megatron-core where it is installed: an eighth of the start.
-    sys.modules["megatron"] = None  # pyright: ignore[reportArgumentType]
     if os.environ.get(sglang_plugins.ENV_DEVICE) == "cpu":
         cpu_device().prepare_server()  # before the first import of SGLang
 

@@ -5,7 +5,6 @@ A push of weights. Groups of other clients stay as SGLang made them:
 * Weight groups (weight_group.py): the answer to a request means that the weights have arrived, and
   a server whose group breaks can join the next.
 * Adapters alone: the server adds them to the weights of its checkpoint (`AdaptedWeights`).
-* Changes alone: the server adds them to its parameters (delta.py).
 * Pauses in place with overlapped scheduling, SGLang's default on GPUs: a pause leaves one forward
   pass launched whose result is not processed yet. It may still read the weights, and with tensor
   parallelism its all-reduces could deadlock with the broadcast
@@ -28,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from inspect import Parameter, signature
 from pathlib import Path
@@ -41,7 +40,6 @@ from safetensors import safe_open
 from areal_lite import sglang_plugins
 from areal_lite.data.model_folder import weight_files
 from areal_lite.sglang_plugins import ENV_READBACK
-from areal_lite.sglang_plugins.delta import DELTA, Changes
 from areal_lite.sglang_plugins.load_plan import Named
 from areal_lite.sglang_plugins.weight_group import (
     ADAPTERS,
@@ -81,7 +79,7 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     sglang_plugins.installed = True
-    # SGLang's debugger imports Megatron-core where it is installed, which takes seconds.
+    # SGLang's dumper would import Megatron-core where it is installed: an eighth of the start.
     sys.modules["megatron"] = None  # pyright: ignore[reportArgumentType]
     for target, hook in hooks().items():
         HookRegistry.register(target, hook, HookType.AROUND)
@@ -172,33 +170,13 @@ def _receive_weights(
     member = self._model_update_group.get(group_name)
     if not isinstance(member, GroupMember):
         return original(self, group_name=group_name, **request)
-    door, *codes = (request.get("load_format") or "").split(":")
+    form, *codes = request["load_format"].split(":")
     bucket = Layout(request["names"], request["dtypes"], request["shapes"])
     try:
-        if door == DELTA:
-            return _receive_changes(self, member, bucket, *codes)
-        tensors = bucket.split(_receive(member, bucket.nbytes, self.device))
-        if door == ADAPTERS:
-            return AdaptedWeights(tensors, self.model_config.model_path, float(codes[0]))
-        return tensors
+        return formats[form](self, bucket, partial(_receive, member, self.device), *codes)
     except Exception:
         self._model_update_group.pop(group_name).abort()
         raise
-
-
-def _receive_changes(
-    updater: Any, member: Any, bucket: "Layout", before: str, after: str, length: str
-) -> list[Named]:
-    """Receive whole weights, and return them, or add `length` bytes of changes to the model."""
-    model = updater.get_model()
-    changes = vars(model).setdefault("areal_lite_changes", Changes(model))
-    data = _receive(member, int(length) or bucket.nbytes, updater.device)
-    if int(length):
-        changes.add(before, after, data.cpu().numpy().tobytes(), bucket.names)
-        return []
-    tensors = bucket.split(data)
-    changes.replace(before, after, data, tensors)
-    return tensors
 
 
 class Layout:
@@ -218,7 +196,7 @@ class Layout:
         return [(name, part.view(dtype).reshape(shape)) for name, part, dtype, shape in parts]
 
 
-def _receive(member: Any, nbytes: int, device: str) -> torch.Tensor:
+def _receive(member: Any, device: str, nbytes: int) -> torch.Tensor:
     """Receive uint8 [nbytes] from the trainer."""
     data = empty_bucket(nbytes, dtype=torch.uint8, device=device)
     asked_at = time.monotonic()
@@ -300,6 +278,30 @@ class AdaptedWeights:
     def __iter__(self) -> Iterator[Named]:
         for name, (a, b, reader) in self._factors.items():
             yield name, _add(reader.get_tensor(name), a, b, self._scale)
+
+
+Take = Callable[[int], torch.Tensor]
+"""Receives so many bytes from the trainer, uint8."""
+
+
+def _whole(updater: Any, bucket: Layout, take: Take) -> list[Named]:
+    return bucket.split(take(bucket.nbytes))
+
+
+def _adapted(updater: Any, bucket: Layout, take: Take, scale: str) -> AdaptedWeights:
+    tensors = _whole(updater, bucket, take)
+    return AdaptedWeights(tensors, updater.model_config.model_path, float(scale))
+
+
+formats: dict[str, Callable[..., Iterable[Named]]] = {
+    "flattened_bucket": _whole,
+    ADAPTERS: _adapted,
+}
+"""By the word with which a request's `load_format` begins: how to receive a bucket's weights.
+
+A function gets the updater, the bucket, a `Take`, and the rest of `load_format`. Another plugin
+may add its own.
+"""
 
 
 def _add(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:

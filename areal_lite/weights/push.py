@@ -17,9 +17,8 @@ The ways of the weights, `sync.transport`:
 
     distributed   buckets over a process group (broadcast.py)
     adapters      the same, of adapters alone
-    delta         the same, of what has changed (delta.py)
     disk          a checkpoint in a folder that the servers can read
-    memory        where an installed package has it (extensions.py): without GPUs
+    others        where an installed package has them (extensions.py)
 """
 
 import logging
@@ -42,7 +41,6 @@ from areal_lite.servers.registry import ServerInfo
 from areal_lite.sglang_plugins.weight_group import ADAPTERS, CollectiveError
 from areal_lite.system.processes import steady_time
 from areal_lite.weights.broadcast import Broadcast, Whole
-from areal_lite.weights.delta import Deltas
 from areal_lite.weights.recipients import (
     FROM_DISK,
     Bucket,
@@ -100,8 +98,6 @@ def make_transport(config: TrainConfig, device: torch.device, run_dir: Path) -> 
         case "adapters":
             lora = config.trainer.lora
             return Broadcast(config, backend, Whole(f"{ADAPTERS}:{lora.alpha / lora.rank}"))
-        case "delta":
-            return Broadcast(config, backend, Deltas())
         case "disk":
             return Folder(Path(config.sync.disk_path or run_dir / WEIGHTS_DIR), Path(config.model))
         case _:
@@ -109,7 +105,7 @@ def make_transport(config: TrainConfig, device: torch.device, run_dir: Path) -> 
                 raise ValueError(
                     f"sync.transport={chosen} is not installed here: use sync.transport=distributed"
                 )
-            return transport()
+            return transport(config, backend)
 
 
 class Folder:

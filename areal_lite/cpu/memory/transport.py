@@ -47,7 +47,7 @@ class StagedWeights:
 class MemoryTransport:
     """Gives the weights to servers without a GPU, through the memory file of this trainer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *_: object) -> None:
         self._descriptor: int | None = None
 
     @staticmethod

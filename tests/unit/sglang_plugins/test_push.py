@@ -79,7 +79,7 @@ def test_a_server_without_a_gpu_keeps_the_memory_of_a_bucket(monkeypatch) -> Non
                 data.copy_(tensor.flatten().view(torch.uint8))
 
         bucket = push_plugin.Layout(["w"], ["float32"], [list(tensor.shape)])
-        data = push_plugin._receive(Member(), bucket.nbytes, "cpu")
+        data = push_plugin._receive(Member(), "cpu", bucket.nbytes)
         ((name, found),) = bucket.split(data)
         assert name == "w" and torch.equal(found, tensor)
         addresses.append(found.untyped_storage().data_ptr())

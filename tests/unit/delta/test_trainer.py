@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 
+from areal_lite.delta.server import DELTA, Changes
+from areal_lite.delta.trainer import Deltas
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.sglang_plugins.delta import DELTA, Changes
 from areal_lite.sglang_plugins.load_plan import LoadError
-from areal_lite.weights.delta import Deltas
 from areal_lite.weights.recipients import PushRecipients, PushReport
-from tests.unit.sglang_plugins.test_delta import BF16, ServerModel, split, weights
+from tests.unit.delta.test_server import BF16, ServerModel, split, weights
 
 
 def info(name: str, pid: int = 1) -> ServerInfo:

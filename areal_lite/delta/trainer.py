@@ -2,8 +2,7 @@
 
 The trainer keeps a copy of the weights that the servers have, in the memory of its machine. Servers
 get changes if all of them hold that copy, as they do from the second push on. Otherwise they get
-whole weights, and so they do of a bucket in which most has changed. The code of the changes is in
-sglang_plugins/delta.py.
+whole weights, and so they do of a bucket in which most has changed.
 """
 
 import secrets
@@ -12,9 +11,15 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.nn.functional import pad
 
-from areal_lite.sglang_plugins.delta import DELTA, encode, link
-from areal_lite.weights.broadcast import FlatBucket, flatten
+from areal_lite.config import TrainConfig
+from areal_lite.delta.server import DELTA, encode, link
+from areal_lite.weights.broadcast import Broadcast, FlatBucket, flatten
 from areal_lite.weights.recipients import Bucket, PushRecipients
+
+
+def make_transport(config: TrainConfig, backend: str) -> Broadcast:
+    """Make the transport. Entry point of the group `areal_lite.transports`."""
+    return Broadcast(config, backend, Deltas())
 
 
 class Deltas:
@@ -22,7 +27,7 @@ class Deltas:
 
     def __init__(self) -> None:
         self._copy: list[torch.Tensor] = []  # a bucket each: uint8, padded to 8 bytes
-        self._state = ""  # its name (sglang_plugins/delta.py:link)
+        self._state = ""  # its name (server.py:link)
         self._pushes: list[PushRecipients] = []  # those that brought it
 
     def pack(

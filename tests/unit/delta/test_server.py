@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.sglang_plugins.delta import Changes, decode, encode, link
+from areal_lite.delta.server import Changes, decode, encode, link
 from areal_lite.sglang_plugins.load_plan import LoadError
 from areal_lite.weights.broadcast import FlatBucket, flatten
 
@@ -176,7 +176,7 @@ def test_a_server_whose_addition_failed_needs_whole_weights(monkeypatch):
     changes = started(model, first)
     names, data = first.description["names"], encode(padded(first), padded(second))
     assert data is not None
-    monkeypatch.setattr("areal_lite.sglang_plugins.delta.decode", lambda _: 1 / 0)
+    monkeypatch.setattr("areal_lite.delta.server.decode", lambda _: 1 / 0)
     for error in (ZeroDivisionError, LoadError):
         with pytest.raises(error):
             changes.add("s0", link("s0", data), data, names)

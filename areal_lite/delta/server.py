@@ -1,4 +1,4 @@
-"""Pushes of what has changed: the code of a bucket's changes, and the server's half.
+"""The server's half of `sync.transport=delta`, and the code of a bucket's changes.
 
 A learning rate of RL changes few of the bits of bfloat16: a step of 1e-6 is less than a hundredth
 of the distance between most weights and their neighbors. A bucket travels as the places and the
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from areal_lite.sglang_plugins import push
 from areal_lite.sglang_plugins.load_plan import COPY, LoadError, Named, record_writes, storage
 
 DELTA = "areal_lite_delta"
@@ -28,6 +29,26 @@ _EVERY = 2**16
 _COUNT = struct.Struct("<Q")
 _REMEDY = "use sync.transport=distributed"
 _WRONG_STATE = "the server does not hold the weights that have changed: it needs whole ones"
+
+
+def install() -> None:
+    """Register the format of buckets. Entry point of the group `sglang.srt.plugins`."""
+    push.formats[DELTA] = receive
+
+
+def receive(
+    updater: Any, bucket: push.Layout, take: push.Take, before: str, after: str, length: str
+) -> list[Named]:
+    """Receive whole weights, and return them, or add `length` bytes of changes to the model."""
+    model = updater.get_model()
+    changes = vars(model).setdefault("areal_lite_changes", Changes(model))
+    data = take(int(length) or bucket.nbytes)
+    if int(length):
+        changes.add(before, after, data.cpu().numpy().tobytes(), bucket.names)
+        return []
+    tensors = bucket.split(data)
+    changes.replace(before, after, data, tensors)
+    return tensors
 
 
 def link(before: str, data: bytes) -> str:

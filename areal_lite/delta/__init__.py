@@ -1,0 +1,1 @@
+"""`sync.transport=delta`: pushes of what has changed, for slow networks."""
