@@ -27,12 +27,7 @@ import random
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
-
-from areal_lite.config import DataConfig
-from areal_lite.data import prompts
-from areal_lite.data.tokenizer import Tokenizer
 
 Split = Literal["train", "test"]
 
@@ -143,41 +138,3 @@ def _placed(number: int, digits: int, letters: str) -> str:
     """Write a number with `digits` digits, each after the letter of its place."""
     places = reversed(letters[:digits])
     return "".join(p + digit for p, digit in zip(places, f"{number:0{digits}d}", strict=True))
-
-
-class AdditionPrompts:
-    """Addition problems by index, without end; `make_problem` has `weights`."""
-
-    num_prompts = None
-    chat = False
-    num_too_long = 0
-
-    def __init__(
-        self,
-        config: DataConfig,
-        tokenizer: Tokenizer,
-        split: prompts.Split,
-        *,
-        max_digits: int = 8,
-        seed: int = 1,
-        weights: Sequence[float] | None = None,
-    ) -> None:
-        self._tokenizer = tokenizer
-        own_split: Split = "train" if split == "train" else "test"
-        # Runs of different seeds are compared on the same held-out problems.
-        seed = seed if split == "train" else 0
-        self._prefix = f"addition/{own_split}/{seed}"
-        self._problem = partial(
-            make_problem, own_split, seed=seed, max_digits=max_digits, weights=weights
-        )
-        self._problem(0)  # raises ValueError now if the arguments are wrong
-
-    def __getitem__(self, index: int) -> prompts.Prompt:
-        problem = self._problem(index)
-        text = prompt(problem)
-        return prompts.Prompt(
-            prompt_id=f"{self._prefix}:{index}",
-            tokens=self._tokenizer.encode(text),
-            answer=answer(problem),
-            text=text,
-        )

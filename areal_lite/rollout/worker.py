@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
+from importlib import import_module
 from itertools import count
 from typing import Any
 
@@ -81,9 +82,9 @@ class EpisodeWorker:
     def __init__(self, config: Sampled, splits: Sequence[Split], silence_s: float):
         self._config, self._splits, self._silence_s = config, splits, silence_s
         self._tokenizer = Tokenizer(config.model, config.data.chat_template_kwargs)
-        if self._tokenizer.chat_template:
-            # This takes seconds. Here it is done once, in the process that all workers fork from.
-            import transformers.utils.chat_template_utils  # noqa: F401
+        module, _, _ = config.rollout.workflow.partition(":")
+        if module.startswith("areal_lite."):  # no code of the user in the process that forks
+            getattr(import_module(module), "preload", lambda: None)()
 
     def load(self) -> "EpisodeWorker":
         """Load the user's code. Raises ValueError if something cannot be used."""

@@ -12,6 +12,11 @@ from areal_lite.workflows.endpoint.server import AgentEndpoint
 from areal_lite.workflows.tool_calls import check_parsers
 
 
+def preload() -> None:
+    """Import what takes seconds, once for all workers: they fork afterwards."""
+    import transformers.utils.chat_template_utils  # noqa: F401
+
+
 class Agent:
     """A workflow that runs `async def agent(base_url, api_key, prompt) -> float | None`.
 
