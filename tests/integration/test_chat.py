@@ -49,6 +49,7 @@ def read(process: subprocess.Popen, expected: str) -> None:
     assert output.decode() == expected
 
 
+@pytest.mark.slow  # test_serve.py has the server, tests/unit/tools/test_chat.py the conversation
 def test_lines_are_answered_and_the_server_is_stopped(tiny_model, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "areal_lite", "chat", tiny_model]

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(400)
 
 @pytest.fixture(scope="module", params=[None, pytest.param("history", marks=pytest.mark.slow)])
 def servers(request, tiny_model: str, current_entry_points, tmp_path_factory):
-    """Two servers of the same model, with different seeds of their own."""
+    """Two servers of the same model, with different seeds of their own; quick tests have one."""
     logs = tmp_path_factory.mktemp("deterministic")
     processes = [
         ServerProcess(
@@ -39,7 +39,7 @@ def servers(request, tiny_model: str, current_entry_points, tmp_path_factory):
             log_path=logs / f"s{seed}.log",
             environment=current_entry_points | ({"SGLANG_TEST_RETRACT": "1"} if algorithm else {}),
         )
-        for seed, algorithm in ((1, request.param), (2, None))
+        for seed, algorithm in ((1, request.param), (2, None))[: 2 if request.param else 1]
     ]
 
     async def ready() -> None:
@@ -135,6 +135,8 @@ def test_beside_an_evaluation(servers, alone) -> None:
     assert_same(with_client(beside), alone)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("servers", ["history"], indirect=True)
 def test_on_another_server(servers, alone) -> None:
     async def there(client: SGLangClient) -> list[GenerationChunk]:
         return await asyncio.gather(*(ask(client, servers[1], number) for number in range(NUM)))
@@ -143,7 +145,7 @@ def test_on_another_server(servers, alone) -> None:
 
 
 def test_after_an_interrupt(servers, alone) -> None:
-    """Each request ends early on one server, and continues on one of the two."""
+    """Each request ends early on one server, and continues on any."""
 
     async def interrupted(client: SGLangClient) -> list[GenerationChunk]:
         async def one(number: int) -> GenerationChunk:
@@ -153,7 +155,9 @@ def test_after_an_interrupt(servers, alone) -> None:
                 return first
             so_far = np.concatenate([prompt(number), first.tokens])
             left = replace(params(number), max_new_tokens=TOKENS - len(first.tokens))
-            rest = await client.generate(servers[number % 2], so_far, left, f"b{number}", "b")
+            rest = await client.generate(
+                servers[number % len(servers)], so_far, left, f"b{number}", "b"
+            )
             both = Completion([first, rest])
             return replace(rest, tokens=both.tokens, logprobs=both.logprobs)
 
