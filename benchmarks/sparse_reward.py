@@ -34,7 +34,7 @@ WARM_UP = (
 )
 TRAIN = (
     "data.source=jsonl data.chat=false"
-    " reward.function=areal_lite.quickstart.reward:addition_reward"
+    " reward.function=areal_lite.quickstart.addition:addition_reward"
     " rollout.group_size=8 rollout.max_new_tokens=64 rollout.max_concurrent=256"
     " trainer.batch_groups=16"
     " trainer.lr=3e-4 trainer.min_lr=3e-5 trainer.lr_schedule=linear trainer.lr_warmup_steps=3"

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from areal_lite.quickstart.reward import addition_reward
+from areal_lite.quickstart.addition import addition_reward
 from areal_lite.rewards.exact import exact_reward
 from areal_lite.rewards.gsm8k import gsm8k_reward
 from areal_lite.rewards.math import math_reward

@@ -138,3 +138,13 @@ def _placed(number: int, digits: int, letters: str) -> str:
     """Write a number with `digits` digits, each after the letter of its place."""
     places = reversed(letters[:digits])
     return "".join(p + digit for p, digit in zip(places, f"{number:0{digits}d}", strict=True))
+
+
+def addition_reward(completion: str, answer: str) -> float:
+    """Return 1.0 if the text after the last `#` of `completion` is `answer`, else 0.0.
+
+    The work that leads to it does not count, nor does white space around it. Never raises, whatever
+    the model wrote.
+    """
+    _, mark, stated = completion.rpartition("#")
+    return float(bool(mark) and stated.strip() == answer.strip())

@@ -56,7 +56,7 @@ class Task:
     def reward(self) -> str:
         if self.chat:
             return "examples.chat_model.my_reward:last_number"
-        return "areal_lite.quickstart.reward:addition_reward"
+        return "areal_lite.quickstart.addition:addition_reward"
 
     @property
     def common(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Load:
         build_char_tokenizer().save_pretrained(folder / "model")
         config = TrainConfig(model=str(folder / "model"))
         config.data.source = "addition"
-        config.reward.function = "areal_lite.quickstart.reward:addition_reward"
+        config.reward.function = "areal_lite.quickstart.addition:addition_reward"
         if self.agent:
             config.rollout.workflow = "areal_lite.workflows.agent:Agent"
             config.rollout.workflow_args = {"agent": "benchmarks.controller_load.load:agent"}

@@ -25,7 +25,7 @@ from areal_lite.algo.advantages import grpo
 from areal_lite.algo.correction import Correction, behavior_weight
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart import addition
-from areal_lite.quickstart.reward import addition_reward
+from areal_lite.quickstart.addition import addition_reward
 from areal_lite.tools.export import export_step
 from benchmarks.launch import ROOT, areal_lite
 from benchmarks.staleness import records

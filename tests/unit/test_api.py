@@ -34,7 +34,7 @@ SETTINGS = {
 
 ADDITION: dict[str, Any] = {
     "data": DataConfig(source="addition"),
-    "reward": RewardConfig("areal_lite.quickstart.reward:addition_reward"),
+    "reward": RewardConfig("areal_lite.quickstart.addition:addition_reward"),
 }
 
 

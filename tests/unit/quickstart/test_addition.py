@@ -15,6 +15,7 @@ from areal_lite.quickstart.addition import (
     SECOND,
     SUM,
     Problem,
+    addition_reward,
     answer,
     demonstration,
     make_problem,
@@ -22,7 +23,6 @@ from areal_lite.quickstart.addition import (
     split_of,
 )
 from areal_lite.quickstart.make_model import CHARACTERS, build_char_tokenizer
-from areal_lite.quickstart.reward import addition_reward
 
 splits = st.sampled_from(["train", "test"])
 indices = st.integers(0, 10**9)

@@ -228,7 +228,7 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(model, tmp_path, capsys, mo
     assert f"{memory.num_parameters(hf_config('qwen3')):,} parameters" in shown
     assert "trainer: 2 ranks" in shown and "1 reward worker," in shown and " 1 buckets" not in shown
     assert "objective: ppo, decoupled, advantages grpo" in shown
-    assert "reward: areal_lite.quickstart.reward:addition_reward" in shown
+    assert "reward: areal_lite.quickstart.addition:addition_reward" in shown
     assert "workflow: areal_lite.rollout.episode:single_turn" in shown
     assert "8 groups x 8 = 64 sequences" in shown
     assert "10 steps: 20 updates, 640 sequences" in shown
