@@ -28,7 +28,7 @@ from areal_lite.tools.commands import DoctorConfig
 from areal_lite.tools.machine import available_memory, problems
 
 PINNED = ("torch", "transformers", "megatron-core", "sglang")
-PLUGINS = {"areal_lite", "areal_lite_cpu", "areal_lite_memory"}
+PLUGINS = {"areal_lite", "areal_lite_cpu", "areal_lite_delta", "areal_lite_memory"}
 MAX_CLOCK_SKEW_S = 5.0
 RUN_TIMEOUT_S = 900.0
 MAX_LOGPROB_DIFF = 0.1  # nats; bfloat16 on a GPU takes a tenth of it
