@@ -1,7 +1,7 @@
 """Measure one GPU for half an hour and write a page; `bash benchmarks/prove.sh` sets it up.
 
     bash benchmarks/prove.sh --name h100               # about 20 minutes; again: what is missing
-    bash benchmarks/prove.sh --name h100 sampling # this part, again
+    bash benchmarks/prove.sh --name h100 sampling      # this part, again
     python benchmarks/prove.py --tiny                  # tiny models, also without a GPU
 
 The parts are some of gpu.py's, each with the number that a plain program reaches on the same

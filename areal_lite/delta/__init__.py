@@ -1,1 +1,1 @@
-"""`sync.transport=delta`: pushes of what has changed, for slow networks."""
+"""`sync.transport=delta`: pushes of changes alone, for slow networks."""
