@@ -14,7 +14,7 @@ import gc
 import logging
 import sys
 import time
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import pairwise, starmap
@@ -54,7 +54,9 @@ log = logging.getLogger(__name__)
 _SAVE_INTERVAL_S = 1800.0  # without trainer.save_every, a restart loses at most that and a step
 _MAX_SKIPPED_STEPS = 5
 _NUM_SCORED = 4  # sequences of a step that servers score
-_SCORING_TIMEOUT_S = 10.0  # a busy server may have more important work
+# How long a step may wait for scored sequences: at first, and as a share of the time after that.
+_SCORING_TIMEOUT_S = 10.0
+_SCORING_SHARE = 0.02
 _RECORDED_TOKENS = 8192  # tokens of a step whose proximal log-probs are recorded, at most
 
 
@@ -274,7 +276,8 @@ class LogprobAgreement:
       alone. Without such a sequence it is None.
     * `logprob_diff_scored` lets a server score a few sequences of the batch as prompts. It needs
       temperature 1, because the log-probs of a prompt are not scaled by it. It is None with
-      replayed routes, because a prompt takes other routes.
+      replayed routes, because a prompt takes other routes, and where servers are so busy that
+      waiting for them would take more than 2 % of the run.
 
     `logprob_diff` is the larger of the two.
     """
@@ -284,6 +287,7 @@ class LogprobAgreement:
         exact = algo.prox != "loglinear" and not algo.routing_replay
         self._scores = exact and config.rollout.temperature == 1.0
         self._calls: list[tuple[Future[Any], slice]] = []
+        self._spare_s, self._counted_at = _SCORING_TIMEOUT_S, steady_time()
 
     def begin(self, batch: TrainBatch, servers: list[ServerInfo]) -> None:
         """Let `servers`, which have the trainer's weights, begin to score a part of `batch`."""
@@ -319,22 +323,33 @@ class LogprobAgreement:
     def _difference_of_scored(self, sampled: np.ndarray, own: np.ndarray) -> float | None:
         if not self._calls:
             return None
-        differences = []
+        differences, waited_s = [], self._wait()
         for call, span in self._calls:
             # The controller and the next push deal with a server that died.
-            with suppress(ServerError):
+            with suppress(ServerError, CancelledError):
                 scored = call.result()["meta_info"]["input_token_logprobs"][1:]
                 scored = np.array([logprob for logprob, _, _ in scored], np.float32)
                 differences.append(np.abs(scored - own[span][1:])[sampled[span][1:]])
         if not differences:
             log.warning(
-                "no server scored a sequence within %.0f s:"
+                "no server scored a sequence, and the step waited for %.1f s:"
                 " log-probs are not compared at this step",
-                _SCORING_TIMEOUT_S,
+                waited_s,
             )
             return None
         together = np.concatenate(differences)
         return float(together.mean()) if len(together) else None
+
+    def _wait(self) -> float:
+        """Wait for the answers while the run can spare it, end the other calls; return seconds."""
+        started = steady_time()
+        earned = _SCORING_SHARE * (started - self._counted_at)
+        self._spare_s = min(self._spare_s + earned, _SCORING_TIMEOUT_S)
+        for call in wait([call for call, _ in self._calls], self._spare_s).not_done:
+            call.cancel()
+        self._counted_at = steady_time()
+        self._spare_s = max(self._spare_s - (self._counted_at - started), 0.0)
+        return self._counted_at - started
 
 
 def difference_of_fresh(batch: TrainBatch, own: np.ndarray, version: int) -> float | None:

@@ -1,8 +1,10 @@
 """The sequences of a batch that show whether server and trainer agree."""
 
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
 from areal_lite.config import TrainConfig
@@ -80,6 +82,36 @@ def test_servers_score_while_the_trainer_computes(monkeypatch, tmp_path) -> None
 
     agreement.begin(batch, [])  # no server has the weights
     assert agreement.compare(batch, torch.from_numpy(own), 9)["logprob_diff"] is None
+
+
+def test_busy_servers_may_take_a_small_share_of_the_run(monkeypatch) -> None:
+    """What a step waits for in vain, the next ones have less of. Unanswered calls are ended."""
+    batch = TrainBatch.from_trajectories([sequence([3, 3], -1, 0.5)])
+    calls: list[Future] = []
+    now, waits = 0.0, []
+
+    def start_post(*_) -> Future:
+        calls.append(Future())
+        return calls[-1]
+
+    def wait(waited_for, timeout_s):
+        nonlocal now
+        waits.append(timeout_s)
+        now += timeout_s
+        return SimpleNamespace(not_done=set(waited_for))
+
+    monkeypatch.setattr("areal_lite.trainer.loop.start_post", start_post)
+    monkeypatch.setattr("areal_lite.trainer.loop.wait", wait)
+    monkeypatch.setattr("areal_lite.trainer.loop.steady_time", lambda: now)
+    server = ServerInfo(name="a", url="http://a", api_key=None, tensor_parallel=1, pid=1)
+    agreement = LogprobAgreement(TrainConfig(model="m"))
+    for _ in range(3):
+        agreement.begin(batch, [server])
+        now += 5.0
+        result = agreement.compare(batch, torch.zeros(len(batch.tokens)), 9)
+        assert result["logprob_diff"] is None
+    assert waits == pytest.approx([10.0, 0.1, 0.1])
+    assert all(call.cancelled() for call in calls)
 
 
 def prompt_answer(logprobs: list[float]) -> dict:
