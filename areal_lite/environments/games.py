@@ -184,12 +184,17 @@ def problems(
 
 
 class Play:
-    """A workflow that plays the game of its prompt, at most `max_turns` actions."""
+    """A workflow that plays the game of its prompt, at most `max_turns` actions.
 
-    def __init__(self, max_turns: int = 20) -> None:
+    An action has at most `max_answer_tokens` (None: as many as the trajectory has left).
+    """
+
+    def __init__(self, max_turns: int = 20, max_answer_tokens: int | None = None) -> None:
         if max_turns < 1:
             raise ValueError(f"max_turns={max_turns} must be at least 1")
-        self._max_turns = max_turns
+        if max_answer_tokens is not None and max_answer_tokens < 1:
+            raise ValueError(f"max_answer_tokens={max_answer_tokens} must be at least 1")
+        self._max_turns, self._max_answer_tokens = max_turns, max_answer_tokens
 
     async def __call__(self, episode: Episode) -> Trajectory:
         info = episode.prompt.info
@@ -208,7 +213,8 @@ class Play:
     async def _play(self, episode: Episode, game: Gymnasium | TextArena | OpenEnv) -> Trajectory:
         transcript, total = Transcript(episode), 0.0
         for turn in range(self._max_turns):
-            _, _, said = (await transcript.sample_text()).rpartition("</think>")
+            text = await transcript.sample_text(self._max_answer_tokens)
+            _, _, said = text.rpartition("</think>")
             observation, reward, is_over = await called(game.step, said)
             total += reward
             if is_over or turn == self._max_turns - 1:

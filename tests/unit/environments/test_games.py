@@ -62,9 +62,10 @@ def test_a_missing_package_is_named_with_its_remedy(game: str, monkeypatch) -> N
         open_game(game, {})
 
 
-def test_turns_are_positive() -> None:
-    with pytest.raises(ValueError, match="max_turns=0"):
-        Play(max_turns=0)
+@pytest.mark.parametrize("setting", ["max_turns", "max_answer_tokens"])
+def test_limits_are_positive(setting: str) -> None:
+    with pytest.raises(ValueError, match=f"{setting}=0"):
+        Play(**{setting: 0})
 
 
 class TestTextArena:
@@ -105,6 +106,11 @@ class TestTextArena:
         assert play(tokenizer, prompt, said, max_turns=2).reward == 0.0
         short = play(tokenizer, prompt, said, max_new_tokens=20)
         assert (short.reward, short.finish_reason) == (0.0, "length")
+
+    def test_an_action_has_a_limit_of_its_own(self, tokenizer) -> None:
+        prompt = problems(tokenizer, game=GUESS)[0]
+        trace = play(tokenizer, prompt, ["[21] " * 9] * 3, max_turns=2, max_answer_tokens=4)
+        assert (trace.versions >= 0).sum() == 2 * 4
 
     def test_held_out_games_have_other_seeds(self, tokenizer) -> None:
         seeds = {}
