@@ -3,8 +3,7 @@
     python benchmarks/server_speed.py [--model FOLDER] [--rounds 5]
 
 `stock` has SGLang's layers and attention, `ours` those of areal_lite/cpu/sglang, and
-`ours_threads` the same with two threads. Everything else is equal. For groups of requests with
-the same prompt, `in_order` is `ours` in order of arrival, which is SGLang's default.
+`ours_threads` the same with two threads. Everything else is equal.
 
 The servers run at once and take turns, so that other load of the machine falls on all. Speeds are
 tokens per second of wall-clock time, and of the server's processor time. Trust the second one on a
@@ -51,7 +50,7 @@ WORKLOADS = [
     Workload(128, 60, prompt=203, group=8),
 ]
 MODELS = {"0.8 M": (128, 4, 32), "42.6 M": (768, 6, 64)}  # hidden size, layers, size of a head
-SERVERS = ("stock", "ours", "ours_threads", "in_order")
+SERVERS = ("stock", "ours", "ours_threads")
 RESULTS = Path(__file__).with_name("results") / "server_speed.json"
 STOCK = "--stock-operators"
 
@@ -142,11 +141,10 @@ async def compare(
         await speed(server, Workload(16, 8))
     rows = []
     for workload in workloads:
-        names = [name for name in servers if name != "in_order" or workload.group > 1]
-        speeds = {name: [] for name in names}
+        speeds = {name: [] for name in servers}
         for _ in range(rounds):
-            for name in names:
-                speeds[name].append(await speed(servers[name], workload))
+            for name, server in servers.items():
+                speeds[name].append(await speed(server, workload))
         row = workload._asdict() | {
             name: summary(taken, speeds["stock"]) for name, taken in speeds.items()
         }
@@ -168,18 +166,13 @@ def summary(taken: list[tuple[float, float]], stock: list[tuple[float, float]]) 
 
 
 def server_process(name: str, model: str, folder: Path) -> ServerProcess:
-    config = ServerConfig(
-        device="cpu",
-        args={"schedule_policy": "fcfs"} if name == "in_order" else {},
-    )
-    log = folder / f"{name}.log"
     server = ServerProcess(
-        config,
+        ServerConfig(device="cpu"),
         model,
         name=name,
         port=free_port(),
         seed=1,
-        log_path=log,
+        log_path=folder / f"{name}.log",
         environment={"OMP_NUM_THREADS": "2" if name == "ours_threads" else "1"},
     )
     if name == "stock":

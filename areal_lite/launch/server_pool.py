@@ -104,9 +104,6 @@ def server_command(
         # A request makes many Python objects, and the garbage collector runs after every 700 of
         # them by default. That takes a tenth of the speed at 384 requests without a GPU.
         "gc_threshold": (100_000, 20, 50),
-        # The samples of a group arrive together. In order of arrival, SGLang would compute their
-        # prompt once for each: this policy computes it once, and then the others.
-        "schedule_policy": "lpm",
     }
     environment = _SGLANG_ENVIRONMENT | ({ENV_API_KEY: config.api_key} if config.api_key else {})
     if device == "cpu":

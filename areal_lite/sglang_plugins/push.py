@@ -41,6 +41,7 @@ from areal_lite import sglang_plugins
 from areal_lite.data.model_folder import weight_files
 from areal_lite.sglang_plugins import ENV_READBACK
 from areal_lite.sglang_plugins.load_plan import Named
+from areal_lite.sglang_plugins.prefill import compute_shared_once
 from areal_lite.sglang_plugins.weight_group import (
     ADAPTERS,
     GROUP_PREFIX,
@@ -112,6 +113,7 @@ def hooks() -> dict[str, Callable]:
         f"{_UPDATER}.receive_weights_from_distributed": _receive_weights,
         f"{_SCHEDULER}.pause_generation": _finish_forward_pass,
         f"{_SCHEDULER}.record_weight_version_change": _tag_pending_tokens,
+        f"{_SCHEDULER}._get_new_batch_prefill_raw": compute_shared_once,
         _NAMING: _keep_name,
         _SAMPLER: _sample_by_token,
         _RELEASE: _keep_routes,

@@ -25,6 +25,7 @@ from benchmarks.seams import (
     save_models,
     wrong_tags,
 )
+from tests.integration.test_sglang_server import ONCE, computed_by_groups
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +109,8 @@ def test_each_token_is_tagged_with_the_version_that_sampled_it(
     wrong, seams = wrong_tags(models, answers)
     print(f"{wrong} tokens at {seams} seams carry the wrong version")
     assert seams >= REQUESTS and wrong == 0
+
+
+def test_a_group_computes_its_prompt_once(overlapping):
+    """The next batch is formed before the result of the one that computes the prompt is known."""
+    assert computed_by_groups(overlapping.url) == ONCE

@@ -166,6 +166,30 @@ def test_a_push_leaves_version_spans(sglang_server, reference, mode):
     )
 
 
+def computed_by_groups(url: str) -> list[int]:
+    """Return the prompt tokens that each of two groups of eight requests computes, in order."""
+    prompts = [torch.randint(2, 98, (100,)).tolist() for _ in range(2)]
+
+    async def run() -> list[dict]:
+        async with Http(url) as http:
+            # It keeps the server busy until all have arrived.
+            busy = asyncio.create_task(http.generate(list(range(2, 98)) * 10, 1))
+            answers = await asyncio.gather(*(http.generate(p, 3) for p in prompts * 8))
+            await busy
+            return answers
+
+    return sorted(100 - answer["meta_info"]["cached_tokens"] for answer in asyncio.run(run()))
+
+
+ONCE = [4] * 14 + [100] * 2
+"""The cache has pages of 16 tokens: 96 are shared."""
+
+
+@also_speculating
+def test_a_group_computes_its_prompt_once(sglang_server):
+    assert computed_by_groups(sglang_server.url) == ONCE
+
+
 @also_speculating
 def test_abort_returns_what_there_is(sglang_server):
     async def run() -> dict:

@@ -6,8 +6,8 @@ SGLang itself is not edited. It has extension points for hardware that it does n
   `SGLANG_PLATFORM=areal_lite_cpu`), as SGLang's own needs a build of its kernel package that no
   package index carries. Workers start by fork: spawn protects a CUDA context, and would only import
   everything three times.
-* `attention.py`: an attention backend of one kernel, in place of a loop over sequences in Python.
-* `pages.py`: the allocator of the KV cache, whose kernels SGLang has in Triton only.
+* `attention.py`: an attention backend of one kernel, in place of a loop over sequences in Python,
+  and the allocator of the KV cache, whose kernels SGLang has in Triton only.
 * `decoder.py`: the layers of dense models, by few operators.
 * `families.py`: the gated delta nets of Qwen3-Next and Qwen3.5, and gpt-oss.
 * The windows of Mistral, Qwen and Phi-3, whose models in SGLang have none.

@@ -4,6 +4,9 @@ The result is that of SGLang's `TorchNativeAttnBackend`: softmax(scale · q Kᵀ
 grouped queries, for any mix of lengths, cached prefixes and chunks. Decoding is the case of one
 query token per request. Layers may have a window and sinks. Everything else than causal
 self-attention (encoders) goes to the parent class.
+
+It reads pages of the KV cache, each of some consecutive tokens of one request: the larger a page,
+the more rarely attention waits for memory. Requests share whole pages of a prompt only.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ import numpy as np
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
+from sglang.srt.utils import get_num_new_pages
+from torch import Tensor
 
 from areal_lite.cpu.kernels.paged_attention import PAGE, paged_attention
 
@@ -189,3 +195,61 @@ def _numpy(cache: torch.Tensor) -> np.ndarray:
         f"a KV cache of {cache.dtype} is not supported without a GPU:"
         " set server.args.dtype to float32 or bfloat16"
     )
+
+
+class CpuPageAllocator(PagedTokenToKVPoolAllocator):
+    """SGLang's allocator of pages, with its Triton kernels in torch.
+
+    Both return None if too few pages are free.
+    """
+
+    def alloc_extend(
+        self,
+        prefix_lens: Tensor,
+        prefix_lens_cpu: Tensor,
+        seq_lens: Tensor,
+        seq_lens_cpu: Tensor,
+        last_loc: Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+    ) -> Tensor | None:
+        """Return slots, int64 [extend_num_tokens], for the new tokens of requests in prefill.
+
+        Args:
+            prefix_lens: int64 [requests], tokens that have slots.
+            seq_lens: int64 [requests], tokens that will have slots.
+            last_loc: int64 [requests], the slot of the last token that has one, or -1.
+        """
+        pages = num_new_pages
+        if pages is None:
+            pages = int(get_num_new_pages(seq_lens_cpu, self.page_size, prefix_lens_cpu))
+        if not self._has_free(pages):
+            return None
+        slots = torch.empty(extend_num_tokens, dtype=torch.int64)
+        alloc_extend_naive(
+            prefix_lens, seq_lens, last_loc, self.free_pages, slots, self.page_size, self.device
+        )
+        self.free_pages = self.free_pages[pages:]
+        return slots
+
+    def alloc_decode(
+        self, seq_lens: Tensor, seq_lens_cpu: Tensor, last_loc: Tensor
+    ) -> Tensor | None:
+        """Return slots, int64 [requests], for one new token of each request.
+
+        Args:
+            seq_lens: int64 [requests], tokens with the new one.
+            last_loc: int64 [requests], the slot of the token before it.
+        """
+        starts_page = (seq_lens % self.page_size == 1).nonzero().squeeze(1)
+        if not self._has_free(len(starts_page)):
+            return None
+        slots = (last_loc + 1).to(torch.int64)
+        slots[starts_page] = self.free_pages[: len(starts_page)] * self.page_size
+        self.free_pages = self.free_pages[len(starts_page) :]
+        return slots
+
+    def _has_free(self, pages: int) -> bool:
+        if pages > len(self.free_pages):
+            self.merge_and_sort_free()
+        return pages <= len(self.free_pages)

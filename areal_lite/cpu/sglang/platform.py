@@ -54,7 +54,7 @@ class CpuPlatform(SRTPlatform, CpuDeviceMixin):
         return LatentPool
 
     def get_paged_allocator_cls(self) -> type:
-        from areal_lite.cpu.sglang.pages import CpuPageAllocator
+        from areal_lite.cpu.sglang.attention import CpuPageAllocator
 
         return CpuPageAllocator
 

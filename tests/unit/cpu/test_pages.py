@@ -10,7 +10,7 @@ import torch
 from areal_lite.cpu.sglang.stand_ins import install_stand_ins
 install_stand_ins()
 import sglang
-from areal_lite.cpu.sglang.pages import CpuPageAllocator
+from areal_lite.cpu.sglang.attention import CpuPageAllocator
 
 PAGES = 40
 
