@@ -3,8 +3,8 @@
     pip install reasoning-gym textarena
     CHAT_MODEL=FOLDER python -m benchmarks.environments [--tasks problems game] [--seeds 1 2 3]
 
-`problems` are those of examples/environment: sums of two digits and greatest common divisors of
-reasoning-gym, scored by reasoning-gym. `game` is TextArena's GuessTheNumber: a number from 1 to 20,
+`problems` has the tasks of examples/environment: sums of two digits and greatest common divisors,
+made and scored by reasoning-gym. `game` is TextArena's GuessTheNumber: a number from 1 to 20,
 at most six guesses, and the answers higher or lower. TextArena pays 1 for the number, and otherwise
 for how close the last guess was. The model is SmolLM2-135M-Instruct. A finished run is not
 repeated. Writes results/environments.{json,md,png}.

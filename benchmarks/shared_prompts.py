@@ -4,8 +4,8 @@
 
 `each` is the server without areal_lite/sglang_plugins/prefill.py, under SGLang's policy `lpm`,
 which is to share prompts among waiting requests. Both servers run at once and take turns, so that
-other load of the machine falls on both. A ratio is the median of those of the rounds, with the
-lowest and the highest. Writes results/shared_prompts.json.
+other load of the machine falls on both. A ratio is the median over the rounds, with the lowest
+and the highest. Writes results/shared_prompts.json.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""`sync.transport=delta`: pushes of changes alone, for slow networks."""
+"""Push only the weights that changed (`sync.transport=delta`), for slow networks."""

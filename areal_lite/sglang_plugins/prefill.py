@@ -63,10 +63,10 @@ def _choose_leaders(waiting: list[Any], computed: list[Any], tree_cache: Any) ->
     # Among sorted sequences, the nearest leader before a sequence shares the most tokens with it.
     # The order of arrival decides between equal ones: all ranks of a server must choose alike.
     begun = set(computed)
-    requests = sorted([*computed, *waiting], key=lambda request: _tokens(request).tobytes())
+    sequences = [(_tokens(request), request) for request in (*computed, *waiting)]
+    sequences.sort(key=lambda sequence: sequence[0].tobytes())
     leader, shared, previous = None, 0, np.empty(0, np.int64)
-    for request in requests:
-        tokens = _tokens(request)
+    for tokens, request in sequences:
         shared = min(shared, shared_length(previous, tokens))
         if request not in begun and not hasattr(request, "leader"):
             request.leader = None

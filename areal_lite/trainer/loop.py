@@ -277,7 +277,7 @@ class LogprobAgreement:
     * `logprob_diff_scored` lets a server score a few sequences of the batch as prompts. It needs
       temperature 1, because the log-probs of a prompt are not scaled by it. It is None with
       replayed routes, because a prompt takes other routes, and where servers are so busy that
-      waiting for them would take more than 2 % of the run.
+      all waiting for them would take more than 10 s and 2 % of the run.
 
     `logprob_diff` is the larger of the two.
     """

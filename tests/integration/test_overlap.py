@@ -112,5 +112,5 @@ def test_each_token_is_tagged_with_the_version_that_sampled_it(
 
 
 def test_a_group_computes_its_prompt_once(overlapping):
-    """The next batch is formed before the result of the one that computes the prompt is known."""
+    """SGLang forms the next batch before it knows the result of the batch with the prompt."""
     assert computed_by_groups(overlapping.url) == ONCE

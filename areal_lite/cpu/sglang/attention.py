@@ -200,7 +200,7 @@ def _numpy(cache: torch.Tensor) -> np.ndarray:
 class CpuPageAllocator(PagedTokenToKVPoolAllocator):
     """SGLang's allocator of pages, with its Triton kernels in torch.
 
-    Both return None if too few pages are free.
+    Both methods return None if too few pages are free.
     """
 
     def alloc_extend(

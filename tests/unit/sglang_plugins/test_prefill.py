@@ -170,7 +170,7 @@ sequences = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), max_si
 
 @given(sequences, st.booleans())
 def test_waiting_saves_tokens(sequences, overlap: bool) -> None:
-    """A request waits for one that goes now, and no order of batches computes more tokens."""
+    """Each waiting request shares tokens with a request of the batch, and waiting saves work."""
     plain, ours = Scheduler(overlap), Scheduler(overlap)
     plain.waiting_queue = [Request(tokens) for tokens in sequences]
     ours.waiting_queue = queue = [Request(tokens) for tokens in sequences]

@@ -85,7 +85,7 @@ def test_servers_score_while_the_trainer_computes(monkeypatch, tmp_path) -> None
 
 
 def test_busy_servers_may_take_a_small_share_of_the_run(monkeypatch) -> None:
-    """What a step waits for in vain, the next ones have less of. Unanswered calls are ended."""
+    """The first step may wait for 10 s, later steps for 2 % of the time since. Late calls end."""
     batch = TrainBatch.from_trajectories([sequence([3, 3], -1, 0.5)])
     calls: list[Future] = []
     now, waits = 0.0, []
