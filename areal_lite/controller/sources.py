@@ -41,8 +41,8 @@ class Source:
     """One data source."""
 
     config: Sampled  # the settings of the run, with those of the source
-    prompts: PromptSet | None  # None when nothing is trained
-    eval_prompts: PromptSet | None  # None without evaluation
+    prompts: "PromptSet | RemotePrompts | None"  # None when nothing is trained
+    eval_prompts: "PromptSet | RemotePrompts | None"  # None without evaluation
     rewards: RewardPool
     episodes: EpisodePool | None = None  # None: it runs no code of the user
 
@@ -69,13 +69,10 @@ class Source:
 
 @dataclass(slots=True)
 class RemotePrompts:
-    """Prompts that the worker processes of a source have."""
+    """Prompts that the worker processes of a source have; `Source.prompt` asks for them."""
 
     num_prompts: int | None
     num_too_long: int
-
-    def __getitem__(self, index: int) -> Prompt:
-        raise NotImplementedError("ask Source.prompt")
 
 
 @asynccontextmanager
@@ -101,7 +98,7 @@ async def open_sources(config: Sampled, run_dir: Path) -> AsyncIterator[dict[str
                 if needs_workers(own):
                     episodes = await pools.enter_async_context(EpisodePool(own, splits))
                 remote = episodes.facts["prompts"] if episodes else {}
-                sets: dict[Split, PromptSet] = {
+                sets: dict[Split, PromptSet | RemotePrompts] = {
                     split: RemotePrompts(*remote[split])
                     if split in remote
                     else load_prompts(own.data, own.model, split, reward.function)

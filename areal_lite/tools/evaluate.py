@@ -34,6 +34,7 @@ from areal_lite.system.gpus import divide_gpus, resolve_device, visible_gpus
 from areal_lite.system.processes import visible
 from areal_lite.tools.commands import EvalCommandConfig
 from areal_lite.tools.formatting import excerpt
+from areal_lite.workers.pool import TaskFailed
 
 _SHOWN = 400  # characters of a prompt
 
@@ -147,10 +148,10 @@ async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:
             sources=sources, tokenizer=tokenizer, store=None, clock=time.time
         )
         for name, source in sources.items():
-            assert source.eval_prompts is not None
-            first = source.eval_prompts[0]
-            lines = reading(tokenizer, first.text, raw=not first.messages)
-            print(*lines, sep="\n", file=sys.stderr)
+            with suppress(TaskFailed):  # it counts as a failed answer
+                first = await source.prompt("eval", 0)
+                lines = reading(tokenizer, first.text, raw=not first.messages)
+                print(*lines, sep="\n", file=sys.stderr)
             counts = (config.problems, config.samples)
             scores[name] = await score_problems(
                 source, dependencies, fleet, *counts, f"eval{name}", Counter()

@@ -16,8 +16,20 @@ from areal_lite.tools.commands import EvalCommandConfig
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
+# Data of the user, which a worker process has.
+SOURCE = """
+from areal_lite.data.prompts import SOURCES
+
+def rows(*args):
+    return SOURCES["jsonl"](*args)
+"""
+
+
+@pytest.mark.parametrize("source", ["jsonl", "own_data:rows"])
 @pytest.mark.parametrize("chat", [True, False])
-def test_the_first_held_out_prompt_is_shown(tmp_path, monkeypatch, capsys, chat):
+def test_the_first_held_out_prompt_is_shown(tmp_path, monkeypatch, capsys, chat, source):
+    (tmp_path / "own_data.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
     tokenizer = build_char_tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(tmp_path)
@@ -26,7 +38,7 @@ def test_the_first_held_out_prompt_is_shown(tmp_path, monkeypatch, capsys, chat)
     path.write_text(json.dumps({"question": "1+1=", "answer": "2"}) + "\n")
     config = EvalCommandConfig(
         model=str(tmp_path),
-        data=DataConfig(source="jsonl", path=str(path), eval_path=str(path), chat=chat),
+        data=DataConfig(source=source, path=str(path), eval_path=str(path), chat=chat),
         reward=RewardConfig(function="areal_lite.rewards.exact:exact_reward"),
     )
 
