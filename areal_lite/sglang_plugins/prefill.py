@@ -58,8 +58,6 @@ def find_followers(scheduler: Any) -> set[Any]:
 
 def _choose_leaders(waiting: list[Any], computed: list[Any], tree_cache: Any) -> None:
     """Set `leader` of each new request of `waiting`: who computes its beginning, or None."""
-    from sglang.srt.managers.schedule_policy import match_prefix_for_req
-
     # Among sorted sequences, the nearest leader before a sequence shares the most tokens with it.
     # The order of arrival decides between equal ones: all ranks of a server must choose alike.
     begun = set(computed)
@@ -71,13 +69,24 @@ def _choose_leaders(waiting: list[Any], computed: list[Any], tree_cache: Any) ->
         if request not in begun and not hasattr(request, "leader"):
             request.leader = None
             usable = min(shared, request._compute_max_prefix_len(len(tokens)))
-            if usable >= _LEAST:
-                match_prefix_for_req(tree_cache, request)
-                if usable - len(request.prefix_indices) >= _LEAST:
-                    request.leader = leader
+            if usable >= _LEAST and usable - _cached(request, usable, tree_cache) >= _LEAST:
+                request.leader = leader
         if request in begun or request.leader is None:
             leader, shared = request, len(tokens)
         previous = tokens
+
+
+def _cached(request: Any, most: int, tree_cache: Any) -> int:
+    """Return how many of the first `most` tokens of a request the cache has."""
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    tokens, own = request.origin_input_ids + request.output_ids, request.extra_key
+    key = RadixKey(tokens, extra_key=own, cache_salt=request.cache_salt, limit=most)
+    found = tree_cache.match_prefix(MatchPrefixParams(key=key))
+    # SGLang 0.5.21 has the places of the tokens, and 0.5.23 their number.
+    places = getattr(found, "device_indices", None)
+    return found.device_prefix_len if places is None else len(places)
 
 
 def _tokens(request: Any) -> np.ndarray:

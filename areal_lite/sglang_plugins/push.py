@@ -88,8 +88,14 @@ def install() -> None:
 
 def check_hooks() -> None:
     """Raise ValueError unless SGLang has each hooked function, with the parameters of its hook."""
-    for target, hook in hooks().items():
-        parameters = list(signature(hook).parameters.values())[1:]
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    registered = ((target, *hook) for target, own in HookRegistry._hooks.items() for hook in own)
+    for target, kind, hook, _ in registered:
+        if not hook.__module__.startswith("areal_lite."):
+            continue
+        # The first one is SGLang's function, or its result.
+        parameters = list(signature(hook).parameters.values())[kind != HookType.REPLACE :]
         known = [each.name for each in parameters if each.kind not in _REST]
         try:
             found = list(signature(resolve_name(target)).parameters)

@@ -21,6 +21,7 @@ from areal_lite.data.tokenizer import Tokenizer
 # What parsers import and do not use to parse a text.
 _UNUSED = (
     *("sglang.srt.entrypoints.openai.protocol", "sglang.srt.arg_groups.overrides"),
+    "sglang.srt.arg_groups.muse_spark_hook",  # of 0.5.23
     *("transformers", "xgrammar", "xgrammar.structural_tag"),
 )
 # Formats that SGLang does not recognize, by what a chat template or a vocabulary has.

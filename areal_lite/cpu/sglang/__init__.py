@@ -86,13 +86,13 @@ def _forward(*args: Any, **named: Any) -> Any:
     return decoder.forward(*args, **named)
 
 
-def _set_windows(_: None, model: Any, *__: Any, **___: Any) -> None:
+def _set_windows(_: None, self: Any, *__: Any, **___: Any) -> None:
     """Give attention the windows of its layers, which these models of SGLang leave out."""
     from areal_lite.data.model_folder import has_window
 
-    for layer, windowed in zip(model.layers, has_window(model.config), strict=True):
+    for layer, windowed in zip(self.layers, has_window(self.config), strict=True):
         if windowed:  # SGLang does not count the token itself
-            layer.self_attn.attn.sliding_window_size = model.config.sliding_window - 1
+            layer.self_attn.attn.sliding_window_size = self.config.sliding_window - 1
 
 
 def _lm_head(*args: Any, **named: Any) -> Any:
@@ -107,25 +107,25 @@ def _draw(*args: Any, **named: Any) -> Any:
     return operators.draw(*args, **named)
 
 
-def _make_invariant(runner: Any) -> None:
+def _make_invariant(self: Any) -> None:
     from sglang.srt.runtime_context import get_exec
 
     from areal_lite.cpu.sglang.invariant import install_products
 
     if get_exec().deterministic.enable_deterministic_inference:
-        install_products(runner.dtype)
+        install_products(self.dtype)
 
 
-def _defer_while_decoding(original: Callable[[Any], bool], scheduler: Any) -> bool:
+def _defer_while_decoding(original: Callable[..., bool], self: Any, *running: Any) -> bool:
     """Return whether new requests wait for decode steps (`--prefill-decode-interval`).
 
     SGLang counts the steps also while nothing decodes. A scheduler that sleeps while it is idle
     would then take a second for each.
     """
-    return not scheduler.running_batch.is_empty() and original(scheduler)
+    return not self.running_batch.is_empty() and original(self, *running)
 
 
-def _fork_workers(*_: object) -> None:
+def _fork_workers(_: None, server_args: Any) -> None:
     import multiprocessing
 
     # Fork is safe here: this process has a single thread until its workers run.

@@ -82,17 +82,19 @@ def lm_head(
     hidden: Tensor,
     head: Any,
     embedding_bias: Tensor | None = None,
+    **out: Tensor | None,
 ) -> Tensor:
     """Return the logits of hidden states, float32 [tokens, vocabulary]."""
     weight = getattr(head, "weight", None)
     if (
         get_exec().deterministic.enable_deterministic_inference
         or embedding_bias is not None
+        or any(buffer is not None for buffer in out.values())
         or hidden.dtype != torch.float32
         or not isinstance(weight, Tensor)
         or weight.dtype != torch.float32
     ):
-        return original(processor, hidden, head, embedding_bias)
+        return original(processor, hidden, head, embedding_bias, **out)
     return linear(hidden, weight)
 
 

@@ -51,61 +51,63 @@ def hooks() -> tuple[tuple[str, Callable[..., Any]], ...]:
     )
 
 
-def _configure(original: Callable[..., None], arguments: Any, hf_config: Any) -> None:
+def _configure(original: Callable[..., None], server_args: Any, hf_config: Any) -> None:
     """Switch the prefix cache off for models with states, and limit their number."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     if hf_config.model_type == "gpt_oss":
-        declare_resolution(arguments, __name__, disable_hybrid_swa_memory=True)
+        declare_resolution(server_args, __name__, disable_hybrid_swa_memory=True)
     if hf_config.model_type in DELTA_NETS:
-        given = resolving_view(arguments)
+        given = resolving_view(server_args)
         states = given.max_mamba_cache_size or given.max_running_requests or _STATES
         limits = {"disable_radix_cache": True, "max_mamba_cache_size": states}
-        declare_resolution(arguments, __name__, **limits)
-    original(arguments, hf_config)
+        declare_resolution(server_args, __name__, **limits)
+    original(server_args, hf_config)
 
 
-def _with_states(original: Callable[..., Any], runner: Any, attention: Any) -> Any:
+def _with_states(original: Callable[..., Any], runner: Any, full_attn_backend: Any) -> Any:
     """Return the attention backend of a model, with one for its states if it has any."""
     from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
 
     config = hybrid_gdn_config(runner.model_config)
     if config is None:
-        return original(runner, attention)
+        return original(runner, full_attn_backend)
     from sglang.srt.layers.attention.hybrid_linear_attn_backend import (
         HybridLinearAttnBackend,
         MambaAttnBackendBase,
     )
 
     return HybridLinearAttnBackend(
-        attention, MambaAttnBackendBase(runner), config.full_attention_layer_ids
+        full_attn_backend, MambaAttnBackendBase(runner), config.full_attention_layer_ids
     )
 
 
-def _forward(original: Callable[..., Tensor], net: Any, hidden: Tensor, batch: ForwardBatch):
+def _forward(
+    original: Callable[..., Tensor], self: Any, hidden_states: Tensor, forward_batch: ForwardBatch
+) -> Tensor:
     """Compute a layer for the tokens of a batch: [tokens, hidden] -> the same."""
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
     hybrid: Any = get_attn_backend()
     backend = hybrid.linear_attn_backend
-    q, k, v, gate, b, a = net.fix_query_key_value_ordering(
-        net.in_proj_qkvz(hidden)[0], net.in_proj_ba(hidden)[0]
+    q, k, v, gate, b, a = self.fix_query_key_value_ordering(
+        self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
     )
     x = torch.cat([part.flatten(1) for part in (q, k, v)], 1).float()
-    rate = F.softplus(a.float() + net.dt_bias.float())
-    decay = (-net.A_log.float().exp() * rate).exp()
+    rate = F.softplus(a.float() + self.dt_bias.float())
+    decay = (-self.A_log.float().exp() * rate).exp()
     described = backend.forward_metadata
-    cache = backend.req_to_token_pool.mamba2_layer_cache(net.layer_id)
+    cache = backend.req_to_token_pool.mamba2_layer_cache(self.layer_id)
     slots = described.mamba_cache_indices.long()
     before, states = (pool[slots].float().contiguous() for pool in (cache.conv[0], cache.temporal))
-    if batch.extend_prefix_lens is not None and batch.forward_mode.is_extend():
-        fresh = batch.extend_prefix_lens == 0
+    if forward_batch.extend_prefix_lens is not None and forward_batch.forward_mode.is_extend():
+        fresh = forward_batch.extend_prefix_lens == 0
         before[fresh], states[fresh] = 0, 0
-    out = torch.empty(len(x), net.num_v_heads, net.head_v_dim)
+    out = torch.empty(len(x), self.num_v_heads, self.head_v_dim)
     delta_net.advance(
         x.numpy(),
         described.query_start_loc.numpy().astype(np.int64),
-        net.conv1d.weight.squeeze(1).float().numpy(),
+        self.conv1d.weight.squeeze(1).float().numpy(),
         decay.contiguous().numpy(),
         b.float().sigmoid().contiguous().numpy(),
         before.numpy(),
@@ -114,52 +116,54 @@ def _forward(original: Callable[..., Tensor], net: Any, hidden: Tensor, batch: F
     )
     cache.conv[0][slots] = before.to(cache.conv[0].dtype)
     cache.temporal[slots] = states.to(cache.temporal.dtype)
-    scale = torch.rsqrt(out.square().mean(-1, keepdim=True) + net.layer_norm_epsilon)
-    out = out * scale * net.norm.weight.float() * F.silu(gate.reshape(out.shape).float())
-    return net.out_proj(out.to(hidden.dtype).flatten(1))[0]
+    scale = torch.rsqrt(out.square().mean(-1, keepdim=True) + self.layer_norm_epsilon)
+    out = out * scale * self.norm.weight.float() * F.silu(gate.reshape(out.shape).float())
+    return self.out_proj(out.to(hidden_states.dtype).flatten(1))[0]
 
 
-def _gated(original: Callable[..., Tensor], x: Tensor, gate: Tensor, inplace: bool = True):
+def _gated(original: Callable[..., Tensor], attn_output: Tensor, gate: Tensor, **_: Any):
     """Multiply the results of attention by their gates."""
-    return x * gate.reshape(x.shape).sigmoid()
+    return attn_output * gate.reshape(attn_output.shape).sigmoid()
 
 
 def _add_shared_expert(
-    original: Callable[..., None], x: Tensor, weight: Tensor, shared: Tensor, total: Tensor
+    original: Callable[..., None],
+    hidden_states: Tensor,
+    gate_weight: Tensor,
+    shared_output: Tensor,
+    final_hidden_states: Tensor,
 ) -> None:
-    """Add the result of the shared expert, times its gate, to `total`."""
-    total += F.linear(x, weight[None]).sigmoid() * shared
+    """Add the result of the shared expert, times its gate, to that of the others."""
+    final_hidden_states += F.linear(hidden_states, gate_weight[None]).sigmoid() * shared_output
 
 
-def _adjust(original: Callable[..., None], arguments: Any) -> None:
+def _adjust(original: Callable[..., None], server_args: Any) -> None:
     """Adjust settings to the model, for which SGLang asks for a backend that it knows."""
     global _adjusting
     _adjusting = True
-    original(arguments)
+    original(server_args)
     _adjusting = False
 
 
-def _allowed_backends(original: Callable[..., tuple[str, ...]], view: Any) -> tuple[str, ...]:
+def _allowed_backends(original: Callable[..., tuple[str, ...]], cfg: Any) -> tuple[str, ...]:
     """Name a backend with which SGLang allows the model, in place of ours."""
-    found = original(view)
+    found = original(cfg)
     return ("triton", "triton") if _adjusting else found
 
 
-def _make_attention(
-    original: Callable[..., None], attention: Any, *args: Any, **named: Any
-) -> None:
+def _make_attention(original: Callable[..., None], self: Any, *args: Any, **named: Any) -> None:
     """Give the sinks the type of the model; SGLang's are bfloat16 always."""
-    original(attention, *args, **named)
-    sinks = attention.sinks.to(attention.qkv_proj.weight.dtype)
-    attention.sinks = nn.Parameter(sinks, requires_grad=False)
+    original(self, *args, **named)
+    sinks = self.sinks.to(self.qkv_proj.weight.dtype)
+    self.sinks = nn.Parameter(sinks, requires_grad=False)
 
 
 def _gated_of_gpt_oss(
-    original: Callable[..., Tensor], x: Tensor, alpha: float, limit: float
+    original: Callable[..., Tensor], x: Tensor, gemm1_alpha: float, gemm1_limit: float
 ) -> Tensor:
     """Compute what SGLang's function does without compiling it, which takes seconds."""
-    gate, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(-limit, limit)
-    return gate * (alpha * gate).sigmoid() * (up + 1)
+    gate, up = x[..., ::2].clamp(max=gemm1_limit), x[..., 1::2].clamp(-gemm1_limit, gemm1_limit)
+    return gate * (gemm1_alpha * gate).sigmoid() * (up + 1)
 
 
 def _rotation(original: Callable[..., Any], *args: Any, device: Any = None, **named: Any) -> Any:

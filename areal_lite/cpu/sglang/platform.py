@@ -40,7 +40,13 @@ class CpuPlatform(SRTPlatform, CpuDeviceMixin):
     def get_mha_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-        return MHATokenToKVPool
+        class Pool(MHATokenToKVPool):
+            """The cache of keys and values; with drafts SGLang would move them by Triton."""
+
+            def _init_kv_copy_and_warmup(self) -> None:
+                self._kv_copy_config = None
+
+        return Pool
 
     def get_mla_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool

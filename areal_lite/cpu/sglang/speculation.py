@@ -73,6 +73,8 @@ class HistoryAlgorithm(CustomSpecAlgo):
 class _Rows(SpecInput):
     """The rows of one step. Between steps it carries nothing: requests have all their tokens."""
 
+    draft_token_num = _ROWS  # at most
+
     def __init__(self, positions: Tensor | None = None) -> None:
         super().__init__(SpecInputType.NGRAM_VERIFY)
         self.positions = positions
@@ -231,15 +233,21 @@ class HistoryWorker(BaseSpecWorker):
 
 
 def _assign_slots(
-    requests: Tensor, table: Tensor, starts: Tensor, ends: Tensor, slots: Tensor, _: int
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    out_cache_loc: Tensor,
+    batch_size: int,
 ) -> None:
-    """Set row r of `table` from `starts[r]` to `ends[r]` to the next of `slots`.
+    """Set the slots of request r from `start_offset[r]` to `end_offset[r]` to the next free ones.
 
     SGLang has this kernel in Triton only.
     """
     done = 0
-    for request, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist()):
-        table[request, start:end] = slots[done : done + end - start]
+    rows = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist())
+    for request, start, end in rows:
+        req_to_token[request, start:end] = out_cache_loc[done : done + end - start]
         done += end - start
 
 

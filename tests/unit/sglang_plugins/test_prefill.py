@@ -20,6 +20,8 @@ def common(a, b) -> int:
 
 
 class Request:
+    extra_key = cache_salt = None
+
     def __init__(self, prompt, sampled=(), logprob_start: int | None = None):
         self.origin_input_ids, self.output_ids = array("q", prompt), array("q", sampled)
         self._start = logprob_start
@@ -32,18 +34,37 @@ class Request:
         return length - 1 if self._start is None else self._start
 
 
-class Scheduler:
-    """As much of SGLang's as forms prefill batches. With `overlap`, a batch is known a pass later.
+class Cache:
+    """The sequences that are computed. With `remembers=False` none is found again."""
 
-    With `remembers=False`, its cache finds no sequence again.
-    """
+    disable = False
+
+    def __init__(self, remembers: bool):
+        self.known: list[list[int]] = []
+        self.remembers = remembers
+
+    def match_prefix(self, params):
+        lengths = [common(params.key.tokens, known) for known in self.known]
+        found = min(max(lengths, default=0), params.key.limit)
+        # One release of SGLang has the first, and another the second.
+        if found % 2:
+            return SimpleNamespace(device_indices=range(found))
+        return SimpleNamespace(device_prefix_len=found)
+
+
+def key(tokens, *, limit: int, **_) -> SimpleNamespace:
+    return SimpleNamespace(tokens=list(tokens), limit=limit)
+
+
+class Scheduler:
+    """What forms prefill batches in SGLang. With `overlap`, a batch is known a pass later."""
 
     def __init__(self, overlap: bool = False, room: int = 10**6, remembers: bool = True):
         self.waiting_queue: list[Request] = []
         self.result_queue: list = []
         self.chunked_req = None
         self.enable_overlap, self.room = overlap, room
-        self.tree_cache = SimpleNamespace(disable=False, known=[], remembers=remembers)
+        self.tree_cache = Cache(remembers)
         self.computed = 0
 
     def step(self) -> list[Request]:
@@ -60,23 +81,20 @@ class Scheduler:
     def _form(self, _, running):
         chosen = self.waiting_queue[: self.room]
         for request in chosen:
-            match(self.tree_cache, request)
-            self.computed += len(request.tokens) - len(request.prefix_indices)
+            most = request._compute_max_prefix_len(len(request.tokens))
+            cached = prefill._cached(request, most, self.tree_cache)
+            self.computed += len(request.tokens) - cached
         self.waiting_queue = self.waiting_queue[self.room :]
         extend = SimpleNamespace(is_extend=lambda: True)
         return SimpleNamespace(reqs=chosen, forward_mode=extend) if chosen else None, running
 
 
-def match(tree_cache, request: Request) -> None:
-    most = request._compute_max_prefix_len(len(request.tokens))
-    lengths = [common(request.tokens, known) for known in tree_cache.known]
-    request.prefix_indices = range(min(max(lengths, default=0), most))
-
-
 @pytest.fixture(autouse=True)
 def sglang(monkeypatch) -> None:
-    policy = SimpleNamespace(match_prefix_for_req=match)
-    monkeypatch.setitem(sys.modules, "sglang.srt.managers.schedule_policy", policy)
+    cache = "sglang.srt.mem_cache"
+    params = SimpleNamespace(MatchPrefixParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, f"{cache}.base_prefix_cache", params)
+    monkeypatch.setitem(sys.modules, f"{cache}.radix_cache", SimpleNamespace(RadixKey=key))
     monkeypatch.setattr(prefill, "_LEAST", LEAST)
 
 

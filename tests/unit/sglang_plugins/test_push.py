@@ -1,6 +1,7 @@
 """The plugin changes SGLang's pauses, and nothing else."""
 
 import sys
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -101,6 +102,7 @@ def one_and_rest(original, *, second, **rest): ...
 def anything(original, *args, **named): ...
 
 
+@pytest.mark.parametrize("kind", ["AROUND", "REPLACE"])
 @pytest.mark.parametrize(
     "hook, found, fits",
     [
@@ -114,12 +116,23 @@ def anything(original, *args, **named): ...
         (anything, None, False),
     ],
 )
-def test_a_hook_wants_the_parameters_that_it_knows(monkeypatch, hook, found, fits: bool) -> None:
-    engine = ModuleType("engine")
+def test_a_hook_wants_the_parameters_that_it_knows(
+    monkeypatch, kind: str, hook, found, fits: bool
+) -> None:
+    engine, registry = ModuleType("engine"), ModuleType("hook_registry")
+    # One that replaces SGLang's function does not get it.
+    hook = partial(hook, None) if kind == "REPLACE" else partial(hook)
+    hook.__module__ = "areal_lite.engine"
+    another = partial(two, None)
+    another.__module__ = "other_plugin"
+    kinds = SimpleNamespace(AROUND="around", REPLACE="replace")
+    hooks = [(getattr(kinds, kind), hook, None), ("around", another, None)]
+    registry.HookRegistry = SimpleNamespace(_hooks={"engine.work": hooks})
+    registry.HookType = kinds
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", registry)
     if found:
         engine.work = found
     monkeypatch.setitem(sys.modules, "engine", engine)
-    monkeypatch.setattr(push_plugin, "hooks", lambda: {"engine.work": hook})
     if fits:
         push_plugin.check_hooks()
     else:
