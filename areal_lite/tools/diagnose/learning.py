@@ -5,6 +5,7 @@ Each is a pure function of a history.
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -98,9 +99,7 @@ def falling_accuracy(run: History) -> Sign | None:
     rewards, least = run.values("reward_mean"), int(limit("least_steps"))
     sets: dict[str, list[tuple[dict[str, Any], float]]] = defaultdict(list)
     for line in run.evals:
-        # At the temperature of training, or else greedy.
-        accuracy = line["greedy"] if line.get("sampled") is None else line["sampled"]
-        if accuracy is not None:
+        if (accuracy := _accuracy(line)) is not None:
             sets[line["name"]].append((line, accuracy))
     for name, lines in sets.items():
         (_, last), (best, top) = lines[-1], max(lines, key=lambda pair: pair[1])
@@ -119,6 +118,11 @@ def falling_accuracy(run: History) -> Sign | None:
     return None
 
 
+def _accuracy(line: Mapping[str, Any]) -> float | None:
+    """Return the accuracy of an evaluation at the temperature of training, or else greedy."""
+    return line["greedy"] if line.get("sampled") is None else line["sampled"]
+
+
 @finding(
     "The entropy collapsed before the task is solved",
     flag="below {entropy_ratio:.0%} of the entropy at the start",
@@ -132,7 +136,8 @@ def entropy_collapse(run: History) -> Sign | None:
     if not (len(first) and len(recent) and len(reward)):
         return None
     best = float(np.nanmax(run.columns.reward, initial=1.0))
-    solved = reward.mean() >= limit("solved_reward") * best
+    held_out = (_accuracy(run.evals[-1]) if run.evals else None) or 0.0
+    solved = max(reward.mean(), held_out) >= limit("solved_reward") * best
     if solved or recent.mean() > limit("entropy_ratio") * first.mean():
         return None
     return alarm(

@@ -283,7 +283,9 @@ def test_too_few_steps_are_not_judged(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_low_entropy_of_a_solved_task_is_right(tmp_path: Path) -> None:
     falling = {"entropy": lambda step: 0.5 * 0.8**step}
-    assert not findings(make_run(tmp_path / "run", reward_mean=0.98, **falling))
+    assert not findings(make_run(tmp_path / "a", reward_mean=0.98, **falling))
+    # The newest evaluation has solved it, though the mean reward of the recent steps has not.
+    assert not findings(make_run(tmp_path / "b", evals=(0.1, 0.99), reward_mean=0.9, **falling))
 
 
 @pytest.mark.parametrize(
