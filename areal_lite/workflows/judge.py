@@ -1,4 +1,4 @@
-"""Rewards of a judge: a frozen model behind an OpenAI URL, asked about each answer by a rubric.
+"""Rewards of a judge: a frozen model that a rubric asks about each answer.
 
 `reward.function=areal_lite.workflows.judge:rubric.md` names the file of the rubric. It has settings
 in YAML (`Rubric`) between two lines of ---, and then the question:
@@ -13,6 +13,8 @@ in YAML (`Rubric`) between two lines of ---, and then the question:
     Given answer: {completion}
     How good is it? End with a number from 0 to 10.
 
+* The judge is behind any OpenAI URL. With `server` in place of `url`, `model` is a folder, and the
+  run serves it: a server that dies or hangs is started again, and requests wait for it.
 * Without a verdict the judge is asked again at once, `attempts` times in all. Then the trajectory
   fails, as with a reward function that raises: it is never worth 0. Only a judge that sends
   Retry-After is left alone for that time.
@@ -21,13 +23,15 @@ in YAML (`Rubric`) between two lines of ---, and then the question:
 """
 
 import asyncio
+import logging
 import math
 import re
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from os import environ
@@ -38,9 +42,19 @@ from weakref import WeakValueDictionary
 import aiohttp
 import msgspec
 
+from areal_lite.config import ServerConfig, SyncConfig, check_fields
+from areal_lite.data.model_folder import check_model_folder
+from areal_lite.launch.roles import RoleFailed
+from areal_lite.launch.server_pool import server_pool
 from areal_lite.rewards.pool import JudgePool
 from areal_lite.rewards.worker import is_rubric
+from areal_lite.servers.client import ServerError, SGLangClient
+from areal_lite.servers.fleet import Fleet
+from areal_lite.servers.registry import announced_servers, mark_unhealthy
+from areal_lite.system.gpus import check_cuda, divide_gpus, resolve_device, visible_gpus
 from areal_lite.workers.pool import TaskFailed
+
+log = logging.getLogger(__name__)
 
 # Not a part of a word, of a number or of a range, and not the 10 of 8/10.
 _NUMBER = r"(?<![\w./-])(?<!/ )-?\d+(?:\.\d+)?"
@@ -52,15 +66,18 @@ _LONGEST_PAUSE_S = 60.0
 # What another attempt may not meet, besides errors of the server. Other refusals stay.
 _PASSING = {408, 409, 425, 429}
 _ERRORS = (aiohttp.ClientError, OSError, msgspec.MsgspecError, LookupError, TypeError)
+_HOST, _LOOK_EVERY_S = "127.0.0.1", 1.0
 _TABLE = "CREATE TABLE IF NOT EXISTS rewards (request PRIMARY KEY, reward)"
 
 
 class Rubric(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The settings of a rubric, and its question."""
 
-    url: str
     model: str
     question: str
+    url: str = ""
+    server: dict[str, Any] | None = None  # settings as of `server.*`, besides host and api_key
+    gpus: list[int] = []  # for the servers
     key: str = ""  # the environment variable with the API key
     score: str = _NUMBER  # the first group of its last match is the score, or all of the match
     words: dict[str, float] = {}  # scores of words: the last one in the text is the score
@@ -87,7 +104,9 @@ def load_rubric(path: str) -> Rubric:
         rubric = msgspec.convert(settings | {"question": question.strip()}, Rubric)
         re.compile(rubric.score)
         _check(rubric)
-    except (OSError, ValueError, msgspec.MsgspecError, re.error) as error:
+        if rubric.server is not None:
+            Servers.check(rubric)
+    except (OSError, TypeError, ValueError, msgspec.MsgspecError, re.error) as error:
         what = "a rubric has settings between two lines of ---, and then a question"
         raise ValueError(f"the rubric {path}: {error} ({what})") from None
     return rubric
@@ -101,6 +120,8 @@ def _check(rubric: Rubric) -> None:
             raise ValueError(f"{{{name}}} is unknown: choose from {known}")
     if "completion" not in names:
         raise ValueError("the question lacks {completion}, the text to judge")
+    if bool(rubric.url) == (rubric.server is not None):
+        raise ValueError("give either the url of a judge, or server: {} to serve the folder model")
     if rubric.range[0] >= rubric.range[1]:
         raise ValueError(f"range={list(rubric.range)}: give the lower end first")
     if rubric.key and not environ.get(rubric.key):
@@ -123,6 +144,76 @@ def read_score(completion: str, answer: str) -> float:
     return (score - low) / (high - low)
 
 
+class Servers:
+    """The servers of a judge's own model. Their announcements and logs are in `folder`."""
+
+    def __init__(self, rubric: Rubric, folder: Path) -> None:
+        self._config = ServerConfig(host=_HOST, **rubric.server or {})
+        self._model, self._gpus, self._folder = rubric.model, rubric.gpus, folder
+
+    @classmethod
+    def check(cls, rubric: Rubric) -> None:
+        """Check that this machine can serve the model. Raises ValueError."""
+        own = cls(rubric, Path())
+        check_fields(own._config)
+        check_model_folder(Path(rubric.model))
+        own._divided()
+
+    def _divided(self) -> list[list[str]]:
+        """Return the GPUs of each server. Raises ValueError."""
+        config, named = self._config, list(map(str, self._gpus))
+        if resolve_device(config.device) == "cpu":
+            return [[] for _ in range(config.count)]
+        if len(named) != config.count * config.tensor_parallel or set(named) - set(visible_gpus()):
+            raise ValueError(
+                f"gpus={self._gpus}: name {config.count * config.tensor_parallel} of the GPUs "
+                f"{', '.join(visible_gpus())} for the judge; a run takes the first that it needs"
+            )
+        check_cuda()
+        return divide_gpus(named, config.count, config.tensor_parallel)
+
+    async def start(self) -> None:
+        """Wait until a server is ready. Raises RuntimeError or TimeoutError if none can be."""
+        config = replace(self._config, args={"skip_tokenizer_init": False, **self._config.args})
+        gpus = dict(enumerate(self._divided()))
+        folder = self._folder
+        self._pool = server_pool(config, model=self._model, seed=0, run_dir=folder, gpus=gpus)
+        self._client = SGLangClient(SyncConfig().health_timeout_s)
+        announced, failed = partial(announced_servers, folder), partial(mark_unhealthy, folder)
+        self._fleet = Fleet(self._client, announced, lambda: None, failed)
+        self._pool.__enter__()
+        self._watch = asyncio.create_task(self._fleet.watch())
+        log.info("waiting for the judge's server, which loads %s; logs: %s", self._model, folder)
+        async with self.place():
+            log.info("the judge is ready")
+
+    async def close(self) -> None:
+        self._watch.cancel()
+        await self._client.close()
+        await asyncio.to_thread(self._pool.__exit__)
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[str]:
+        """Reserve a server for one request, and yield its URL. Raises as `start`."""
+        server = None
+        while server is None:
+            self._pool.check()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_EVERY_S):
+                    server = await self._fleet.reserve()
+        try:
+            yield f"{server.url}/v1"
+        except aiohttp.ClientError as error:
+            try:
+                await self._client.check_health(server)
+            except ServerError:  # no other request may try it before the pool finds out
+                self._fleet.router.mark_failed(server)
+                mark_unhealthy(self._folder, server, str(error))
+            raise
+        finally:
+            self._fleet.release(server)
+
+
 class Judge(JudgePool):
     """A judge. Its workers read scores, and the file `path` keeps rewards.
 
@@ -134,6 +225,10 @@ class Judge(JudgePool):
         self._rubric = rubric
         self._reading = msgspec.json.encode([rubric.score, rubric.words, *rubric.range]).decode()
         self._path, self._timeout_s = path, timeout_s
+        self._servers = None
+        if rubric.server is not None:
+            digest = blake2b(msgspec.json.encode(rubric), digest_size=4).hexdigest()
+            self._servers = Servers(rubric, path.with_name(f"judge-{digest}"))
         self._key = environ.get(rubric.key, "")
         self._slots = asyncio.Semaphore(rubric.concurrency)
         # Equal requests wait for each other.
@@ -155,9 +250,17 @@ class Judge(JudgePool):
             headers={"Content-Type": "application/json", **key},
         )
         await super().start()
+        if self._servers:
+            try:
+                await self._servers.start()
+            except BaseException:
+                await self.close()
+                raise
 
     async def close(self) -> None:
         await super().close()
+        if self._servers:
+            await self._servers.close()
         await self._session.close()
         self._rewards.close()
 
@@ -201,6 +304,8 @@ class Judge(JudgePool):
                 reason, failure = "timeout", f"no answer in reward.timeout_s={self._timeout_s:g}"
             except TaskFailed as error:
                 reason, failure = error.reason, str(error)
+            except RoleFailed as error:
+                reason, failure = "refused", str(error)
             except _ERRORS as error:
                 reason, failure = "exception", f"{type(error).__name__}: {error}"
             self.counts["failed"] += 1
@@ -210,9 +315,10 @@ class Judge(JudgePool):
 
     async def _text(self, request: bytes) -> str:
         """Return the text with which the judge answers. Raises TaskFailed, or one of _ERRORS."""
-        url, began = f"{self._rubric.url.rstrip('/')}/chat/completions", time.monotonic()
-        async with self._session.post(url, data=request, allow_redirects=False) as response:
-            raw = await response.read()
+        async with self._servers.place() if self._servers else nullcontext(self._rubric.url) as at:
+            url, began = f"{at.rstrip('/')}/chat/completions", time.monotonic()
+            async with self._session.post(url, data=request, allow_redirects=False) as response:
+                raw = await response.read()
         if response.status == 200:
             answer = msgspec.json.decode(raw, type=dict[str, Any])
             self.seconds.append(time.monotonic() - began)

@@ -14,15 +14,8 @@ model=${CHAT_MODEL:-../models/SmolLM2-135M-Instruct}
 [ -d "$model" ] || python ../chat_model/get_model.py "$model"
 [ -d data ] || python make_data.py
 
-# The judge is the same model before training, on a server of its own.
-mkdir -p runs
-areal-lite serve "$model" port=30100 server.args.served_model_name=judge \
-  server.args.max_total_tokens=8192 >runs/judge.log 2>&1 &
-trap 'kill $!' EXIT
-until curl --silent --fail --output /dev/null http://127.0.0.1:30100/health; do
-  kill -0 $! || { tail runs/judge.log >&2 && exit 1; }
-  sleep 1
-done
+# The judge is the same model before training. The run serves it (rubric.md).
+ln -sfn "$(realpath "$model")" data/judge
 
 echo "this example runs in $PWD: what it names as runs/… is there" >&2
 areal-lite train "model=$model" \

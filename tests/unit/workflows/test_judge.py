@@ -9,12 +9,13 @@ from aiohttp import web
 
 from areal_lite.rewards.worker import load_reward_function
 from areal_lite.workers.pool import TaskFailed
+from areal_lite.workflows import judge
 from areal_lite.workflows.judge import Judge, Rubric, read_score
 from tests.fake_judge import FakeJudge, said
 
 VALUES = {"prompt": "1+1=", "completion": "It is {answer}.", "answer": "2", "info.level": "easy"}
 MODULE = "areal_lite.workflows.judge"
-HOW = json.dumps([Rubric(url="", model="", question="").score, {}, 0, 10])
+HOW = json.dumps([Rubric(model="", question="").score, {}, 0, 10])
 RUBRIC = """---
 url: {url}
 model: wise
@@ -255,6 +256,12 @@ def test_a_row_without_a_column_of_the_rubric_fails(tmp_path) -> None:
         ("---\nurl: u\nmodel: m\nattempts: 0\n---\n{completion}", "`int` >= 1"),
         ("---\nurl: u\nmodel: m\nkey: NO_SUCH_KEY\n---\n{completion}", "set this environment"),
         ("---\n[\n---\n{completion}", "a rubric has settings"),
+        ("---\nmodel: m\n---\n{completion}", "give either the url"),
+        ("---\nurl: u\nmodel: m\nserver: {}\n---\n{completion}", "give either the url"),
+        ("---\nmodel: m\nserver: {size: 1}\n---\n{completion}", "argument 'size'"),
+        ("---\nmodel: m\nserver: {host: h}\n---\n{completion}", "argument 'host'"),
+        ("---\nmodel: m\nserver: {count: 0}\n---\n{completion}", "count=0: "),
+        ("---\nmodel: /no\nserver: {}\n---\n{completion}", "/no"),
     ],
 )
 def test_a_rubric_that_cannot_be_used_is_refused(tmp_path, text: str, complaint: str) -> None:
@@ -263,6 +270,19 @@ def test_a_rubric_that_cannot_be_used_is_refused(tmp_path, text: str, complaint:
     with pytest.raises(ValueError, match=r"the rubric .*rubric\.md: ") as error:
         load_reward_function(f"{MODULE}:{path}")
     assert complaint in str(error.value)
+
+
+@pytest.mark.parametrize(("gpus", "fits"), [([2, 3], True), ([3], False), ([3, 4], False)])
+def test_its_own_servers_get_the_gpus_that_it_names(monkeypatch, gpus, fits) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setattr(judge, "check_cuda", lambda: None)
+    monkeypatch.setattr(judge, "check_model_folder", lambda folder: None)
+    server = {"device": "cuda", "tensor_parallel": 2}
+    rubric = Rubric(model="m", question="", server=server, gpus=gpus)
+    if fits:
+        return judge.Servers.check(rubric)
+    with pytest.raises(ValueError, match="name 2 of the GPUs 0, 1, 2, 3"):
+        judge.Servers.check(rubric)
 
 
 def test_a_rubric_that_is_not_there_is_refused(tmp_path) -> None:
