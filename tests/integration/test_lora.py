@@ -41,6 +41,11 @@ def alone(run: Path) -> bool:
     return "transport: adapters" in (run / "config.yaml").read_text()
 
 
+def steps_of(run: Path) -> int:
+    """Return the steps of the run."""
+    return STEPS["alone" if alone(run) else "whole"]
+
+
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -86,8 +91,7 @@ def run(request, tmp_path_factory) -> Path:
 
 def test_it_learns(run: Path) -> None:
     rewards = [step["reward_mean"] for step in lines(run / "metrics.jsonl")]
-    steps = STEPS["alone" if alone(run) else "whole"]
-    assert len(rewards) == steps
+    assert len(rewards) == (steps := steps_of(run))
     assert alone(run) or sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.3
     summary = json.loads((run / "summary.json").read_text())
     assert summary["requests_drained"] == summary["trajectories_lost"] == 0
@@ -137,7 +141,7 @@ def in_peft(run: Path, adapters: Path) -> PeftModel:
 
 @pytest.mark.slow
 def test_an_exported_model_is_what_peft_merges(run: Path, adapters: Path, in_peft) -> None:
-    assert adapters == run / f"exports/step-{STEPS}-adapter"
+    assert adapters == run / f"exports/step-{steps_of(run)}-adapter"
     config = json.loads((adapters / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(run.parent / "model")
     merged = in_peft.merge_and_unload().state_dict()

@@ -68,7 +68,7 @@ def test_a_token_changes_nothing_of_other_sequences(policy, kernel, monkeypatch,
         monkeypatch.setattr(kernels, "packed_attention", None)
     name = request.node.callspec.params["policy"]
 
-    @settings(max_examples=8, deadline=None)
+    @settings(max_examples=settings.default.max_examples // 10, deadline=None)
     @given(st.integers(0, 2**31), st.booleans(), st.data())
     def check(seed, share, data):
         batch = random_batch(6, VOCAB - 1, seed=seed)
