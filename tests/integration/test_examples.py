@@ -23,6 +23,7 @@ EXAMPLES = (
     "data_sources",
     "distillation",
     "environment",
+    "game",
     "judge",
     "mixture_of_experts",
     "openai_agent",
@@ -98,8 +99,8 @@ def run(name: str, folder: Path, model: Path | None, *settings: str) -> Run:
 @pytest.mark.slow  # other tests have their parts
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs(name: str, tmp_path: Path, warm_model: Path) -> None:
-    if name == "environment":
-        pytest.importorskip("reasoning_gym", reason="pip install reasoning-gym")
+    if package := {"environment": "reasoning_gym", "game": "textarena"}.get(name):
+        pytest.importorskip(package, reason=f"pip install {package}")
     result = run(name, tmp_path / "run", warm_model, *SMALL, "trainer.steps=2")
     assert result.summary["steps"] == result.summary["pushes"] == 2
     assert result.summary["trajectories_lost"] == 0
