@@ -1,5 +1,6 @@
 """Recipes for Kubernetes and SkyPilot: their fields, their settings, and their image."""
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -14,7 +15,7 @@ from areal_lite.run_dir.resume import STOPPED
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
-JOB = ROOT / "examples/kubernetes/run.yaml"
+JOB, NODES = ROOT / "examples/kubernetes/run.yaml", ROOT / "examples/kubernetes/nodes.yaml"
 SKY = yaml.safe_load((ROOT / "examples/skypilot/run.yaml").read_text())
 
 
@@ -32,7 +33,9 @@ def pod() -> dict[str, Any]:
 @pytest.mark.parametrize("version", ["1.29", "1.34"])
 def test_kubernetes_knows_every_field(version: str) -> None:
     validator = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
-    for document in yaml.safe_load_all(JOB.read_text()):
+    several = yaml.safe_load(NODES.read_text())
+    assert several["kind"] == "List"
+    for document in [*yaml.safe_load_all(JOB.read_text()), *several["items"]]:
         validator.validate(document, version, strict=True)
 
 
@@ -46,6 +49,37 @@ def test_the_job_trains_with_the_image_of_the_dockerfile(pod) -> None:
     folders = {mount["mountPath"] for mount in train["volumeMounts"]} - {"/dev/shm"}
     gpu_image = DOCKERFILE[DOCKERFILE.index("FROM gpu-dependencies AS gpu") :]
     assert all(re.search(rf"mkdir .*{folder}\b", gpu_image) for folder in folders)
+
+
+def test_roles_on_several_nodes_fit_together() -> None:
+    items = yaml.safe_load(NODES.read_text())["items"]
+    jobs = {item["metadata"]["name"]: item["spec"] for item in items if item["kind"] == "Job"}
+    controller, servers, trainer = (
+        jobs[f"areal-lite-{role}"] for role in ("controller", "servers", "trainer")
+    )
+    download, prepare = controller["template"]["spec"]["initContainers"]
+    words = [*prepare["command"], *prepare["args"]]
+    config = settings_of([word for word in words if word != "--prepare"])
+    assert config.resume == "auto" and config.model == download["command"][-1]
+    gpus = 0
+    for job, processes in (servers, config.server.count), (trainer, config.trainer.data_parallel):
+        pod = job["template"]["spec"]
+        (role,) = pod["containers"]
+        own = role["resources"]["limits"]["nvidia.com/gpu"]
+        assert job["completions"] == job["parallelism"] and job["completions"] * own == processes
+        assert f"{own} until-end" in role["command"][-1] or f"={own} " in role["command"][-1]
+        assert pod["volumes"] and config.run_dir in pod["initContainers"][0]["command"][-1]
+        gpus += own
+    nodes = re.search(r"--nnodes=(\d+)", str(trainer["template"]["spec"]))
+    assert nodes and int(nodes[1]) == trainer["completions"]
+    host = trainer["template"]["spec"]["subdomain"]
+    (service,) = (item for item in items if item["kind"] == "Service")
+    assert service["metadata"]["name"] == host
+    assert f"=areal-lite-trainer-0.{host}:" in str(trainer)
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": "areal-lite-trainer"}
+    for module in set(re.findall(r"areal_lite\.[\w.]+", NODES.read_text())):
+        assert importlib.util.find_spec(module), module
+    assert config.run_dir in str(controller["template"]["spec"]["containers"])
 
 
 def test_a_stopped_run_is_not_a_failed_one(pod) -> None:
