@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 # Hypothesis fails an example that takes longer than 200 ms, which a busy machine does.
-settings.register_profile("quick", deadline=None, max_examples=40)
+settings.register_profile("quick", deadline=None, max_examples=30)
 settings.register_profile("thorough", deadline=None, max_examples=100)
 
 _STARTS_RUNS = {"integration", "chaos"}

@@ -192,6 +192,7 @@ def test_what_was_answered_before_takes_few_steps(servers, alone) -> None:
     assert asyncio.run(steps()) < len(expected.tokens) / 3
 
 
+@pytest.mark.slow  # a server of its own
 def test_without_the_setting_a_seed_is_ignored(sglang_server) -> None:
     async def twice(client: SGLangClient) -> list[GenerationChunk]:
         return [await ask(client, sglang_server.info, 5) for _ in range(2)]

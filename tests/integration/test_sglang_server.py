@@ -324,7 +324,7 @@ def test_a_text_ends_an_answer_through_interruptions(sglang_server, reference):
             playing = asyncio.create_task(single_turn(episode))
             while pausing and not playing.done():
                 # First come, first served: when this is done, the answer has some more tokens.
-                await http.generate([9], 4)
+                await http.generate([9], 20)
                 await http.post("/pause_generation", mode="abort")
                 await http.post("/continue_generation")
                 pauses += 1

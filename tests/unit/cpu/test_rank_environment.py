@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from areal_lite.cpu.device import rank_environment
 
 GROWTH = """
@@ -34,6 +36,7 @@ def growth_mib(environment: dict[str, str]) -> float:
     return (after - before) / 2**20
 
 
+@pytest.mark.slow
 def test_primitives_of_many_shapes_do_not_pile_up() -> None:
     environment = rank_environment()
     assert growth_mib(environment) < 5

@@ -25,8 +25,9 @@ def rows(*args):
 """
 
 
-@pytest.mark.parametrize("source", ["jsonl", "own_data:rows"])
-@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize(
+    ("chat", "source"), [(True, "jsonl"), (False, "jsonl"), (True, "own_data:rows")]
+)
 def test_the_first_held_out_prompt_is_shown(tmp_path, monkeypatch, capsys, chat, source):
     (tmp_path / "own_data.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
