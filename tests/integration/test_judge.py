@@ -23,8 +23,9 @@ attempts: 50
 """
 
 
+@pytest.mark.parametrize("dies", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_its_server_starts_with_the_run_again_when_it_dies_and_ends_with_it(
-    tiny_model, tmp_path: Path
+    tiny_model, tmp_path: Path, dies: bool
 ) -> None:
     (tmp_path / "rubric.md").write_text(RUBRIC.format(model=tiny_model))
     make = load_reward_function(f"areal_lite.workflows.judge:{tmp_path}/rubric.md")
@@ -34,20 +35,21 @@ def test_its_server_starts_with_the_run_again_when_it_dies_and_ends_with_it(
             (folder,) = tmp_path.glob("judge-*")
             (first,) = announced_servers(folder)
             assert 0 <= await judge.verdict({"completion": "1"}, lambda: None) <= 1
-            os.killpg(first.pid, signal.SIGKILL)
+            if dies:
+                os.killpg(first.pid, signal.SIGKILL)
             # Asked at once, while the server is still announced.
             assert 0 <= await judge.verdict({"completion": "2"}, lambda: None) <= 1
             (second,) = announced_servers(folder)
-            assert judge.counts["failed"] < 50
         return [first.pid, second.pid]
 
-    pids = asyncio.run(verdicts())
-    assert len(set(pids)) == 2
+    pids = set(asyncio.run(verdicts()))
+    assert len(pids) == 1 + dies
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.killpg(pid, 0)
 
 
+@pytest.mark.slow  # as of any server pool
 def test_a_server_that_cannot_start_ends_the_judge(tiny_model, tmp_path: Path) -> None:
     rubric = RUBRIC.format(model=tiny_model).replace("{}", "{args: {no_such_option: 1}}")
     (tmp_path / "rubric.md").write_text(rubric)
