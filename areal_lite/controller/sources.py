@@ -36,13 +36,21 @@ _MOST_HAZARDS, _MOST_LOST = 2, 3  # as in Quarantine
 _NAMED_AFTER_S = 30.0
 
 
+@dataclass(slots=True)
+class RemotePrompts:
+    """Prompts that the worker processes of a source have; `Source.prompt` asks for them."""
+
+    num_prompts: int | None
+    num_too_long: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """One data source."""
 
     config: Sampled  # the settings of the run, with those of the source
-    prompts: "PromptSet | RemotePrompts | None"  # None when nothing is trained
-    eval_prompts: "PromptSet | RemotePrompts | None"  # None without evaluation
+    prompts: PromptSet | RemotePrompts | None  # None when nothing is trained
+    eval_prompts: PromptSet | RemotePrompts | None  # None without evaluation
     rewards: RewardPool
     episodes: EpisodePool | None = None  # None: it runs no code of the user
 
@@ -65,14 +73,6 @@ class Source:
         values = {f"info.{name}": str(value) for name, value in prompt.info.items()}
         values |= {"prompt": asked, "completion": completion, "answer": prompt.answer}
         return await self.rewards.verdict(values, begun)
-
-
-@dataclass(slots=True)
-class RemotePrompts:
-    """Prompts that the worker processes of a source have; `Source.prompt` asks for them."""
-
-    num_prompts: int | None
-    num_too_long: int
 
 
 @asynccontextmanager

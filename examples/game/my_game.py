@@ -1,4 +1,4 @@
-"""A workflow for games with partial credit, such as those of TextArena."""
+"""A workflow for games with partial credit, such as TextArena's."""
 
 from areal_lite.environments.games import Play
 from areal_lite.rollout.episode import Episode

@@ -57,7 +57,7 @@ def key(tokens, *, limit: int, **_) -> SimpleNamespace:
 
 
 class Scheduler:
-    """What forms prefill batches in SGLang. With `overlap`, a batch is known a pass later."""
+    """Forms prefill batches, as SGLang's does. With `overlap`, a batch is known a pass later."""
 
     def __init__(self, overlap: bool = False, room: int = 10**6, remembers: bool = True):
         self.waiting_queue: list[Request] = []

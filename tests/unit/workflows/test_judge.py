@@ -261,7 +261,7 @@ def test_a_row_without_a_column_of_the_rubric_fails(tmp_path) -> None:
         ("---\nmodel: m\nserver: {size: 1}\n---\n{completion}", "argument 'size'"),
         ("---\nmodel: m\nserver: {host: h}\n---\n{completion}", "argument 'host'"),
         ("---\nmodel: m\nserver: {count: 0}\n---\n{completion}", "count=0: "),
-        ("---\nmodel: /no\nserver: {}\n---\n{completion}", "/no"),
+        ("---\nmodel: /no\nserver: {}\n---\n{completion}", "/no/tokenizer.json does not exist"),
     ],
 )
 def test_a_rubric_that_cannot_be_used_is_refused(tmp_path, text: str, complaint: str) -> None:
