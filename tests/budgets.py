@@ -133,8 +133,8 @@ def measures() -> Iterator[Measure]:
     core = {name: count for name, count in lines.items() if not part_of(name)}
     yield Measure("lines of the core", sum(core.values()), 26_810, 23_700)
     yield Measure("files of the core", len(core), 122, 118)
-    yield Measure("lines of the package", sum(lines.values()), 44_234, 36_700)
-    yield Measure("files of the package", len(lines), 223, 198)
+    yield Measure("lines of the package", sum(lines.values()), 45_000, 36_700)
+    yield Measure("files of the package", len(lines), 226, 198)
     way = measure()
     yield Measure("files from prompt to batch", len(way.files), 22, 22)
     yield Measure("calls of a request", len(way.calls), 5, 5)

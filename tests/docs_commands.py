@@ -48,6 +48,8 @@ ELSEWHERE = {
     "python -m areal_lite.controller.service": "tests/integration/test_slurm.py",
     "python -m torch.distributed.run": "tests/integration/test_slurm.py",
     "python -m areal_lite.launch.prepare end": "tests/integration/test_slurm.py",
+    "python -m areal_lite.clusters": "tests/integration/test_joined.py",
+    "export AREAL_LITE_KEY": "tests/integration/test_joined.py",
     "docker compose": "tests/integration/test_compose.py",
     "cp .env.example .env": "tests/integration/test_compose.py",
 }

@@ -1,0 +1,354 @@
+"""Run the servers or the trainer of a run on a machine that does not see its run directory.
+
+    export AREAL_LITE_KEY=…     # the same random text on every machine
+    python -m areal_lite.clusters.join FOLDER HOST:PORT servers FIRST COUNT
+    python -m areal_lite.clusters.join FOLDER HOST:PORT trainer [options of torchrun]
+
+HOST:PORT is that of the hub (hub.py). FOLDER takes the place of the run directory on this machine.
+A role reads and writes it as ever, and a mirror keeps it equal to the hub's. The model is copied,
+too, if this machine has no folder of its name. A trainer's records (metrics, checkpoints) are
+stored on both sides, so that it continues on another machine if this one is lost.
+
+* The role starts when everything that it needs is here. When it has ended, what it wrote goes to
+  the hub, and then this command ends with its status.
+* Without the hub the role goes on, and the mirror waits.
+* SIGTERM asks a trainer to stop after its step, with a checkpoint. Servers end at once.
+* Nodes that train together need a common folder for checkpoints, and servers none.
+"""
+
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from areal_lite.clusters import run_files
+from areal_lite.clusters.run_files import Files, Part, Stamp
+from areal_lite.config import TrainConfig, load_config
+from areal_lite.launch.roles import rank_environment
+from areal_lite.run_dir.paths import CHECKPOINT_MARKER, CONFIG_FILE, LOGS_DIR, STOP_FILE
+from areal_lite.system.files import new_folder, write_atomically
+from areal_lite.system.gpus import resolve_device
+from areal_lite.system.processes import dying_with_me, run_role, start_daemon
+
+log = logging.getLogger(__name__)
+
+_INTERVAL_S = {Part.STATE: 0.25, Part.RECORDS: 1.0}
+_ASK_AGAIN_S = 10.0
+_POLL_S = 0.2
+_LAST_WORDS_S = 600.0
+_ALONE = {
+    "disk": "writes weights to a folder that servers read",
+    "memory": "shares memory with the servers",
+}
+
+
+class HubRefused(RuntimeError):
+    """The hub cannot do what was asked. The message says why."""
+
+
+class HubClient:
+    """Asks the hub, from one thread. `give_up_at` is a monotonic time, from which it gives up."""
+
+    def __init__(self, address: str):
+        self._address = address
+        self._client = secrets.token_bytes(8)
+        self._number = 0
+        self.give_up_at = float("inf")
+        self._socket = zmq.Context.instance().socket(zmq.REQ)
+        self._socket.req_relaxed = self._socket.req_correlate = True  # it may ask again
+        self._socket.linger = 0
+        self._socket.curve_serverkey = run_files.key_pair()[0]
+        self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
+        self._socket.connect(f"tcp://{address}")
+
+    def ask(self, request: run_files.Request, answer: Any = Any) -> Any:
+        """Return the answer, decoded as the type `answer`, whenever the hub gives it.
+
+        Raises HubRefused, and TimeoutError at `give_up_at`.
+        """
+        self._number += 1
+        call = msgspec.msgpack.encode(run_files.Call(self._client, self._number, request))
+        started = time.monotonic()
+        while True:
+            self._socket.send(call)
+            if self._socket.poll(int(1000 * _ASK_AGAIN_S)):
+                break
+            waited = time.monotonic() - started
+            log.warning("waited %.0f s for the hub at %s", waited, self._address)
+            if time.monotonic() > self.give_up_at:
+                raise TimeoutError(f"waited {waited:.0f} s for the hub at {self._address}")
+        reply = msgspec.msgpack.decode(self._socket.recv(), type=run_files.Reply)
+        if reply.error:
+            raise HubRefused(f"the hub at {self._address}: {reply.error}")
+        return msgspec.convert(reply.value, answer)
+
+    def fetch(self, name: str, path: Path) -> Stamp | None:
+        """Copy a file of the hub to `path`, and return the stamp of the copy."""
+        offset = 0
+        while data := self.ask(run_files.Read(name, offset), bytes):
+            run_files.write(path, offset, data, last=False)
+            offset += len(data)
+        return run_files.write(path, offset, b"", last=True)
+
+    def send(self, path: Path, name: str, size: int, held: int) -> Stamp | None:
+        """Bring a file up to `size` bytes to the hub, which has the first `held` of them."""
+        found = None
+        for offset in range(held, size, run_files.CHUNK) or (0,):
+            wanted = min(run_files.CHUNK, size - offset)
+            if len(data := run_files.read(path, offset, wanted)) < wanted:
+                raise FileNotFoundError(f"{path} was replaced")
+            if held:
+                request = run_files.Extend(name, offset, data)
+            else:
+                request = run_files.Write(name, offset, data, offset + len(data) >= size)
+            found = self.ask(request, Stamp | None)
+        return found
+
+
+Sides = tuple[Stamp | None, Stamp | None]
+"""A file as it is here and at the hub."""
+
+
+class Mirror:
+    """Keeps one part of a run directory equal here and at the hub.
+
+    * A change counts when two looks agree on it: no file travels while it is written, and a file
+      that is renamed is never missing. A log of lines travels as it grows.
+    * Where both sides have changed, the hub's content wins.
+    * The marker of a checkpoint comes last and goes first, so that one with a marker is whole.
+    """
+
+    def __init__(self, hub: HubClient, folder: Path, part: Part):
+        self.hub = hub
+        self.interval_s = _INTERVAL_S[part]
+        self._folder, self._part = folder, part
+        self._equal: dict[str, Sides] = {}  # when both were equal
+        self._seen: dict[str, Sides] = {}  # at the last look
+
+    def look(self) -> bool:
+        """Look at both sides once, and carry over what has changed. Return whether they differed.
+
+        Raises HubRefused after all others, and TimeoutError.
+        """
+        here = run_files.files_of(self._folder, self._part)
+        there = self.hub.ask(run_files.Look(self._part), Files)
+        names = here.keys() | there.keys() | self._equal.keys()
+        before, self._seen = self._seen, {name: (here.get(name), there.get(name)) for name in names}
+        changed = [name for name in names if self._seen[name] != self._equal.get(name)]
+        refused = None
+        for name in sorted(changed, key=self._turn):
+            if before.get(name) == self._seen[name] or self._grows(name):
+                try:
+                    self._carry(name)
+                except FileNotFoundError:
+                    pass  # it has gone meanwhile: the next look sees that
+                except HubRefused as error:
+                    refused = error
+        if refused:
+            raise refused
+        return bool(changed)
+
+    def _turn(self, name: str) -> tuple[bool, bool, str]:
+        goes = None in self._seen[name] and name in self._equal
+        return goes, name.endswith(CHECKPOINT_MARKER) != goes, name
+
+    def _grows(self, name: str) -> bool:
+        """Return whether lines were added to a file here, and nothing was done at the hub."""
+        (here, there), (old, old_there) = self._seen[name], self._equal.get(name, (None, None))
+        if not here or there != old_there or not name.endswith(".jsonl"):
+            return False
+        return old is None or (here.inode == old.inode and here.size > old.size)
+
+    def _carry(self, name: str) -> None:
+        """Make a file equal on both sides."""
+        here, there = self._seen[name]
+        changed_there = there != self._equal.get(name, (None, None))[1]
+        path = self._folder / name
+        held = there.size if there and self._extends(name, changed_there) else 0
+        if changed_there and not held:
+            here = self.hub.fetch(name, path) if there else path.unlink(missing_ok=True)
+        elif here is None:
+            self.hub.ask(run_files.Remove(name))
+            there = None
+        elif here.size > held or not held:
+            there = self.hub.send(path, name, here.size, held)
+        self._equal[name] = here, there
+        if here is None:
+            del self._equal[name]
+
+    def _extends(self, name: str, changed_there: bool) -> bool:
+        """Return whether the file begins with all that the hub has of it."""
+        if not changed_there or self._part == Part.STATE:
+            return self._grows(name)
+        here, there = self._seen[name]
+        if not here or not there or here.size < there.size:
+            return False
+        theirs = self.hub.ask(run_files.Compare(name, there.size), int)
+        return theirs == run_files.checksum(self._folder / name, there.size)
+
+
+class LogLines:
+    """Sends the lines that are added to the logs of this machine to the logs of the hub."""
+
+    interval_s = _INTERVAL_S[Part.RECORDS]
+
+    def __init__(self, hub: HubClient, folder: Path):
+        self.hub = hub
+        self._folder = folder / LOGS_DIR
+        self._sent = {path: path.stat().st_size for path in self._folder.glob("*.log")}
+
+    def look(self) -> bool:
+        """Send what has been added. Return whether there was anything."""
+        added = False
+        for path in self._folder.glob("*.log"):
+            while data := run_files.read(path, self._sent.get(path, 0)):
+                self.hub.ask(run_files.Log(path.name, data))
+                self._sent[path] = self._sent.get(path, 0) + len(data)
+                added = True
+        return added
+
+
+def keep(looker: Mirror | LogLines, ended: threading.Event) -> None:
+    """Look again and again. An error is logged once, and does not end this."""
+    told = ""
+    while not ended.wait(looker.interval_s):
+        try:
+            looker.look()
+        except (HubRefused, OSError) as error:
+            if str(error) != told:
+                log.warning("%s", error)
+            told = str(error)
+
+
+def settle(looker: Mirror | LogLines, patience_s: float = 0.0) -> None:
+    """Look until both sides are equal. Raises what is left of HubRefused and TimeoutError."""
+    looker.hub.give_up_at = time.monotonic() + patience_s if patience_s else float("inf")
+    while True:
+        try:
+            if not looker.look():
+                return
+        except HubRefused:
+            if time.monotonic() > looker.hub.give_up_at or not patience_s:
+                raise
+        time.sleep(_POLL_S)
+
+
+def join(address: str, folder: Path, role: str, arguments: list[str]) -> int:
+    """Run a role in `folder`, which a mirror keeps equal to the hub's. Returns its exit status."""
+    open_folder(HubClient(address), folder)
+    parts = (Part.STATE, Part.RECORDS) if role == "trainer" else (Part.STATE,)
+    mirrors = [Mirror(HubClient(address), folder, part) for part in parts]
+    lookers = [*mirrors, LogLines(HubClient(address), folder)]
+    for mirror in mirrors:
+        settle(mirror)
+    config = load_config(folder)
+    check(config)
+    copy_model(HubClient(address), Path(config.model))
+    command, environment = role_command(role, arguments, config, folder)
+    os.environ.pop(run_files.ENV_KEY)
+    child = subprocess.Popen(command, env=os.environ | environment)
+    signal.signal(signal.SIGTERM, lambda *_: stop(child, folder if role == "trainer" else None))
+    ended = threading.Event()
+    kept = [start_daemon(keep, looker, ended) for looker in lookers]
+    while child.poll() is None:
+        for keeper in kept:
+            if keeper.done():
+                child.terminate()
+                keeper.result()
+        time.sleep(_POLL_S)
+    ended.set()
+    log.info("the role has ended: what it wrote goes to the hub")
+    for looker, keeper in zip(lookers, kept, strict=True):
+        looker.hub.give_up_at = time.monotonic() + _LAST_WORDS_S
+        keeper.result()
+        settle(looker, _LAST_WORDS_S)
+        looker.hub.ask(run_files.Leave())
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def open_folder(hub: HubClient, folder: Path) -> None:
+    """Make `folder`, or clear it of an earlier start. Raises ValueError if it is another's."""
+    identity = hub.ask(run_files.Read(run_files.IDENTITY, 0), bytes)
+    own, config = folder / run_files.IDENTITY, run_files.stamp(folder / CONFIG_FILE)
+    hub_config = hub.ask(run_files.Look(Part.STATE), Files).get(CONFIG_FILE)
+    hub.ask(run_files.Leave())
+    if config and config == hub_config:
+        raise ValueError(f"{folder} is the hub's own run directory: start the role there by itself")
+    if not own.exists() and folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty: choose another folder")
+    if own.exists() and own.read_bytes() != identity:
+        raise ValueError(f"{folder} has the files of another run: choose another folder")
+    (folder / LOGS_DIR).mkdir(parents=True, exist_ok=True)
+    write_atomically(own, identity)
+    for name in run_files.files_of(folder, Part.STATE):
+        (folder / name).unlink()
+
+
+def check(config: TrainConfig) -> None:
+    """Refuse transports that need a machine in common. Raises ValueError."""
+    if why := _ALONE.get(config.sync.transport):
+        raise ValueError(
+            f"sync.transport={config.sync.transport} {why}, which are on other machines: prepare "
+            "the run with sync.transport=distributed"
+        )
+
+
+def copy_model(hub: HubClient, model: Path) -> None:
+    """Copy the model of the run from the hub, unless this machine has a folder of its name."""
+    if not model.exists():
+        files = hub.ask(run_files.Look(Part.MODEL), Files)
+        gigabytes = sum(file.size for file in files.values()) / 1e9
+        log.info("copying %s: %d files, %.1f GB", model, len(files), gigabytes)
+        model.parent.mkdir(parents=True, exist_ok=True)
+        with new_folder(model) as scratch:
+            for name in files:
+                hub.fetch(name, scratch / name.removeprefix(run_files.MODEL))
+    hub.ask(run_files.Leave())
+
+
+def role_command(
+    role: str, arguments: list[str], config: TrainConfig, folder: Path
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command of a role, and what it needs in its environment."""
+    if role == "servers":
+        module = [sys.executable, "-m", "areal_lite.launch.server_pool", str(folder)]
+        return [*module, *arguments, "until-end"], dying_with_me()
+    alone = ["--standalone", f"--nproc-per-node={config.trainer.world_size}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *(arguments or alone)]
+    environment = rank_environment(on_gpu=resolve_device(config.trainer.device) == "cuda")
+    return [*torchrun, "-m", "areal_lite.trainer.loop", str(folder)], environment
+
+
+def stop(child: subprocess.Popen, trains_in: Path | None) -> None:
+    """Ask a trainer to stop after its step, the first time. End every other child."""
+    if trains_in is None or (trains_in / STOP_FILE).exists():
+        return child.terminate()
+    (trains_in / STOP_FILE).touch()
+
+
+def main() -> int:
+    """Join a run. Returns the exit status."""
+    usage = f"usage: {Path(sys.argv[0]).stem} FOLDER HOST:PORT servers FIRST COUNT | trainer …"
+    if len(sys.argv) < 4 or sys.argv[3] not in ("servers", "trainer"):
+        print(usage, file=sys.stderr)
+        return 2
+    address, role, *arguments = sys.argv[2:]
+    return run_role(
+        lambda folder: sys.exit(join(address, folder, role, arguments)),
+        ValueError,
+        HubRefused,
+        OSError,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
