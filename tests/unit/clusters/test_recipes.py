@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from areal_lite.clusters.run_files import ENV_KEY
 from areal_lite.config.command_line import compose_config
 from areal_lite.run_dir.paths import STOP_FILE
 from areal_lite.run_dir.resume import STOPPED
@@ -61,22 +62,22 @@ def test_roles_on_several_nodes_fit_together() -> None:
     words = [*prepare["command"], *prepare["args"]]
     config = settings_of([word for word in words if word != "--prepare"])
     assert config.resume == "auto" and config.model == download["command"][-1]
-    gpus = 0
+    _, sharing = controller["template"]["spec"]["containers"]
+    (service,) = (item for item in items if item["kind"] == "Service")
+    (port,) = service["spec"]["ports"]
+    hub = f"{service['metadata']['name']}:{port['port']}"
+    assert f"areal_lite.clusters.hub {config.run_dir} {port['port']}\n" in sharing["command"][-1]
     for job, processes in (servers, config.server.count), (trainer, config.trainer.data_parallel):
         pod = job["template"]["spec"]
         (role,) = pod["containers"]
         own = role["resources"]["limits"]["nvidia.com/gpu"]
-        assert job["completions"] == job["parallelism"] and job["completions"] * own == processes
-        assert f"{own} until-end" in role["command"][-1] or f"={own} " in role["command"][-1]
-        assert pod["volumes"] and config.run_dir in pod["initContainers"][0]["command"][-1]
-        gpus += own
-    nodes = re.search(r"--nnodes=(\d+)", str(trainer["template"]["spec"]))
-    assert nodes and int(nodes[1]) == trainer["completions"]
-    host = trainer["template"]["spec"]["subdomain"]
-    (service,) = (item for item in items if item["kind"] == "Service")
-    assert service["metadata"]["name"] == host
-    assert f"=areal-lite-trainer-0.{host}:" in str(trainer)
-    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": "areal-lite-trainer"}
+        assert job.get("completions", 1) == job.get("parallelism", 1)
+        assert job.get("completions", 1) * own == processes
+        assert re.search(rf"( |=){own}$", role["command"][-1])
+        assert f"{config.run_dir} {hub}" in " ".join(role["command"])
+        assert not any("persistentVolumeClaim" in volume for volume in pod["volumes"])
+        assert role["env"] == sharing["env"] and role["env"][0]["name"] == ENV_KEY
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": "areal-lite-controller"}
     for module in set(re.findall(r"areal_lite\.[\w.]+", NODES.read_text())):
         assert importlib.util.find_spec(module), module
     assert config.run_dir in str(controller["template"]["spec"]["containers"])
