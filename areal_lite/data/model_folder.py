@@ -251,7 +251,8 @@ def check_weights(folder: Path) -> None:
                 f"{folder / 'config.json'}: {key}={size!r} is not a positive integer;"
                 " copy the checkpoint again"
             )
-    _check_family(folder, config)
+    if problem := next(_misread(config), ""):
+        raise ValueError(f"{folder / 'config.json'}: {problem}")
     # In their order, because there may be more names than memory holds.
     for name in tensor_names(config):
         if name not in tensors:
@@ -289,61 +290,39 @@ def is_optional(name: str, config: Mapping[str, Any]) -> bool:
     return is_later or name.endswith(_OPTIONAL) or name.startswith(_MTP)
 
 
-def _check_family(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise ValueError for what SGLang reads otherwise, or not at all."""
-    _check_rope(folder, config)
-    if config["model_type"] in DELTA_NETS:
-        _check_interval(folder, config)
-    if config["model_type"] == "gpt_oss":
-        _check_gpt_oss(folder, config)
-    told = {"moe_layer_freq": 1, "topk_method": "noaux_tc"}
-    for name, value in told.items() if config["model_type"] == "deepseek_v3" else ():
-        if (found := config.get(name)) != value:
-            raise ValueError(
-                f"{folder / 'config.json'}: {name}={found!r:.50}, but deepseek_v3 is computed with"
-                f" {json.dumps(value)}, and SGLang reads it there"
-            )
-
-
-def _check_gpt_oss(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a gpt-oss that servers cannot get pushes for, or cannot start with."""
-    if "quantization_config" in config:
-        raise ValueError(
-            f"{folder}: gpt_oss is quantised, and training changes its numbers: write it in"
-            " bfloat16 (docs/training.md, Models)"
-        )
-    if "swiglu_limit" not in config:
-        raise ValueError(
-            f"{folder / 'config.json'}: no swiglu_limit, which SGLang reads; copy it again"
-        )
-
-
-def _check_rope(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a rotary embedding that SGLang reads only in the older form."""
-    rope, kind = config.get("rope_parameters") or {}, config["model_type"]
-    older = dict.fromkeys(("phi3", *DELTA_NETS), "partial_rotary_factor")
-    older["olmo3"] = "rope_theta and rope_scaling"
+def _misread(config: Mapping[str, Any]) -> Iterator[str]:
+    """Say what SGLang reads otherwise than the trainer, or lacks, of one of MODEL_TYPES."""
+    kind, rope = config["model_type"], config.get("rope_parameters") or {}
     part = config.get("partial_rotary_factor", 0.25 if kind in DELTA_NETS else 1.0)
-    if (kind == "olmo3" and rope) or (
-        kind in older and kind != "olmo3" and rope.get("partial_rotary_factor", part) != part
-    ):
-        raise ValueError(
-            f"{folder / 'config.json'}: SGLang does not read rope_parameters of {kind}: write"
-            f" {older[kind]} beside the other fields, as the released checkpoints do"
+    older = "rope_theta and rope_scaling" if kind == "olmo3" and rope else ""
+    if kind in ("phi3", *DELTA_NETS) and rope.get("partial_rotary_factor", part) != part:
+        older = "partial_rotary_factor"
+    if older:
+        yield (
+            f"SGLang does not read rope_parameters of {kind}: write {older} beside the other"
+            " fields, as the released checkpoints do"
         )
-
-
-def _check_interval(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise ValueError for layers of other kinds than SGLang assumes."""
-    interval, types = config.get("full_attention_interval"), config.get("layer_types") or []
-    kinds = ("full_attention", "linear_attention")
-    if type(interval) is not int or any(
-        kind != kinds[_is_net(config, layer)] for layer, kind in enumerate(types)
-    ):
-        raise ValueError(
-            f"{folder / 'config.json'}: SGLang reads full_attention_interval={interval!r:.20},"
-            " which does not describe layer_types: write how often a layer has full attention"
+    if kind in DELTA_NETS:
+        interval, types = config.get("full_attention_interval"), config.get("layer_types") or []
+        kinds = ("full_attention", "linear_attention")
+        if type(interval) is not int or any(
+            each != kinds[_is_net(config, layer)] for layer, each in enumerate(types)
+        ):
+            yield (
+                f"SGLang reads full_attention_interval={interval!r:.20}, which does not describe"
+                " layer_types: write how often a layer has full attention"
+            )
+    if kind == "gpt_oss" and "quantization_config" in config:
+        yield (
+            "gpt_oss is quantised, and training changes its numbers: write it in bfloat16"
+            " (docs/training.md, Models)"
         )
+    if kind == "gpt_oss" and "swiglu_limit" not in config:
+        yield "no swiglu_limit, which SGLang reads; copy it again"
+    told = {"moe_layer_freq": 1, "topk_method": "noaux_tc"}
+    for name, value in told.items() if kind == "deepseek_v3" else ():
+        if (found := config.get(name)) != value:
+            yield f"{name}={found!r:.50}, but the trainer computes {kind} with {json.dumps(value)}"
 
 
 def _is_net(config: Mapping[str, Any], layer: int) -> bool:
