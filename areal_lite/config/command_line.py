@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, get_origin
@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from areal_lite.config.commands import find_command
 from areal_lite.config.fields import did_you_mean, keys_of, settings_of
+from areal_lite.config.files import flat
 from areal_lite.config.sections import TRUNCATED_SAMPLING, WHOLE_VOCABULARY, Sampling
 from areal_lite.system.processes import visible
 
@@ -79,15 +80,8 @@ def as_overrides(settings: Mapping[str, Any]) -> list[str]:
     A key may have sections in it (`"trainer.steps"`), and a value may name a file of conf/
     (`"schedule": "sync"`), as on the command line.
     """
-
-    def walk(node: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        for key, value in node.items():
-            if isinstance(value, Mapping):
-                yield from walk(value, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key}={_text_of(value)}"
-
-    return list(walk(settings, ""))
+    named = flat(settings) if settings else {}
+    return [f"{key}={_text_of(value)}" for key, value in named.items()]
 
 
 def _text_of(value: Any) -> str:

@@ -5,6 +5,7 @@ The file is complete at any time, and private: it may hold a key.
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -79,7 +80,7 @@ def changed_settings(config: Any, run_dir: Path) -> dict[str, tuple[Any, Any]]:
 
 def flat(settings: Any, prefix: str = "") -> dict[str, Any]:
     """Return settings by their full names."""
-    if not isinstance(settings, dict) or not settings:
+    if not isinstance(settings, Mapping) or not settings:
         return {prefix.removesuffix("."): settings}
     return {k: v for key, one in settings.items() for k, v in flat(one, f"{prefix}{key}.").items()}
 

@@ -362,13 +362,6 @@ def tolerated_staleness(algo: AlgoConfig) -> Tolerance | None:
     )
 
 
-def clip_is_idle(config: TrainConfig) -> bool:
-    """Return whether the ratio that the loss clips is always 1."""
-    algo = config.algo
-    recomputed = algo.decoupled and algo.prox != "loglinear"
-    return algo.loss in CLIPPED_LOSSES and recomputed and config.trainer.minibatches == 1
-
-
 def cautions(config: TrainConfig) -> list[str]:
     """Return what a run with these settings should know beforehand."""
     found = []

@@ -343,6 +343,7 @@ class Dispatcher:
         self._deliver(group)
 
     async def _drop_empty(self, submission: _Submission, failure: str) -> None:
+        """Drop a group without a trajectory, and have its prompt drawn again."""
         self.counts["empty_groups"] += 1
         self._lost_prompts.add(submission.prompt_index)
         if len(self._lost_prompts) > 2 * self._batch_groups:
@@ -350,15 +351,12 @@ class Dispatcher:
                 f"all groups of {len(self._lost_prompts)} prompts in a row lost all their "
                 f"rollouts; the last one: {failure}"
             )
-        await self._drop(submission.group_id, submission.prompt_index, f"empty: {failure}")
+        await self._store.submit(
+            Store.drop, submission.group_id, f"empty: {failure}", self._clock()
+        )
+        if submission.prompt_index not in self.sampler.retired:
+            self.sampler.put_back(submission.prompt_index)
         self._reject(submission.group_id)
-
-    async def _drop(self, group_id: int, prompt_index: int, reason: str) -> None:
-        """Commit the drop of a group, and have its prompt drawn again."""
-        await self._store.submit(Store.drop, group_id, reason, self._clock())
-        if prompt_index not in self.sampler.retired:
-            self.sampler.put_back(prompt_index)
-        self._wake.set()
 
     def _on_filtered(self, reason: str) -> None:
         """Count a filtered group. Raises RuntimeError after too many in a row."""

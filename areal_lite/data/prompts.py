@@ -413,22 +413,19 @@ def _jsonl_file(path: Path) -> Iterator[Row]:
 def _table_file(path: Path) -> Iterator[Row]:
     kind = path.suffix.removeprefix(".").capitalize()
     try:
-        batches = _parquet_batches(path) if kind == "Parquet" else _arrow_batches(path)
+        if kind == "Parquet":
+            batches = require("pyarrow.parquet", "datasets").ParquetFile(path).iter_batches()
+        else:
+            batches = _arrow_batches(path)
         yield from _numbered(path.name, (row for batch in batches for row in batch.to_pylist()))
     except (require("pyarrow", "datasets").ArrowException, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{path}: not {kind} that can be read: {error}") from None
 
 
-def _parquet_batches(path: Path) -> Iterator[Any]:
-    return require("pyarrow.parquet", "datasets").ParquetFile(path).iter_batches()
-
-
 def _arrow_batches(path: Path) -> Iterator[Any]:
     """Yield the batches of an Arrow file, or of a stream in a file, as `datasets` writes them."""
-    ipc, source = (
-        require("pyarrow.ipc", "datasets"),
-        require("pyarrow", "datasets").memory_map(str(path)),
-    )
+    ipc = require("pyarrow.ipc", "datasets")
+    source = require("pyarrow", "datasets").memory_map(str(path))
     is_stream = source.read(6) != b"ARROW1"
     source.seek(0)
     if is_stream:

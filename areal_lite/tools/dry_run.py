@@ -23,7 +23,7 @@ from areal_lite.config import (
 )
 from areal_lite.config.data import shares
 from areal_lite.config.help import show
-from areal_lite.config.rules import clip_is_idle
+from areal_lite.config.rules import CLIPPED_LOSSES
 from areal_lite.data.model_folder import check_numbers, check_weights, expert_layout
 from areal_lite.data.prompts import PromptSet, Split, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
@@ -120,7 +120,9 @@ def objective_lines(config: TrainConfig) -> list[str]:
     for name, own in source_configs(config).items():
         of = f" of {name}" if name else ""
         lines += [f"reward{of}: {own.reward.function}", f"workflow{of}: {own.rollout.workflow}"]
-    return lines + ([_IDLE_CLIP] if clip_is_idle(config) else [])
+    recomputed = algo.decoupled and algo.prox != "loglinear"
+    is_idle = algo.loss in CLIPPED_LOSSES and recomputed and config.trainer.minibatches == 1
+    return lines + [_IDLE_CLIP] * is_idle
 
 
 def prompt_lines(config: TrainConfig) -> list[str]:
