@@ -178,7 +178,7 @@ class Dispatcher:
         self.sampler = prompt_sampler(self.sources)
         self.quarantine = dependencies.quarantine
         self._curriculum = Curriculum(self.sampler, rollout.retire_above, rollout.rest_unsolved)
-        self._batch_groups = config.trainer.batch_groups
+        self._batch_groups, self._group_size = config.trainer.batch_groups, rollout.group_size
         bound = None if config.buffer.replay.capacity else config.max_lead
         self.admission = AdmissionGate(
             max_staleness=bound,
@@ -258,14 +258,13 @@ class Dispatcher:
         self._wake.set()
 
     def _may_submit(self) -> bool:
-        group_size = self._config.rollout.group_size
-        fits = self.in_flight == 0 or self.in_flight + group_size <= self.max_concurrent
+        fits = self.in_flight == 0 or self.in_flight + self._group_size <= self.max_concurrent
         left = bool(self._again) or not self.sampler.exhausted
         return fits and self.admission.can_admit() and left
 
     def _submit(self) -> _Submission:
         self.admission.on_admitted()
-        self.in_flight += self._config.rollout.group_size
+        self.in_flight += self._group_size
         if self._again:
             submission = self._again.popleft()
         else:
@@ -276,23 +275,17 @@ class Dispatcher:
         return submission
 
     async def _run_group(self, submission: _Submission) -> None:
-        prompt = await drawn_prompt(self.sources, submission.prompt_index)
+        group_id, index = submission.group_id, submission.prompt_index
+        prompt = await drawn_prompt(self.sources, index)
         if not submission.again:
-            await self._store.submit(
-                Store.admit,
-                submission.group_id,
-                prompt.prompt_id,
-                submission.prompt_index,
-                submission.drawn,
-                self._config.rollout.group_size,
-                self._clock(),
-            )
+            admitted = group_id, prompt.prompt_id, index, submission.drawn, self._group_size
+            await self._store.submit(Store.admit, *admitted, self._clock())
         if prompt.tokens:
-            group_id, player = submission.group_id, self._players[prompt.source]
-            rids = [f"{group_id}-{i}" for i in range(self._config.rollout.group_size)]
-            rollouts = await player.play(group_id, prompt, rids, self._params[prompt.source])
+            player, params = self._players[prompt.source], self._params[prompt.source]
+            rids = [f"{group_id}-{i}" for i in range(self._group_size)]
+            rollouts = await player.play(group_id, prompt, rids, params)
         else:
-            self.in_flight -= self._config.rollout.group_size
+            self.in_flight -= self._group_size
             rollouts = [Rollout(failure=prompt.text)]
         await self._classify(submission, prompt, rollouts)
         self._wake.set()

@@ -3,7 +3,7 @@
 They may start in any order, in containers or on several machines, and find each other in the run
 directory, which all of them must see:
 
-    python -m areal_lite.launch.server_pool RUN_DIR FIRST COUNT    servers FIRST, FIRST + 1, …
+    python -m areal_lite.launch.server_pool RUN_DIR FIRST COUNT [until-end]    servers FIRST, …
     python -m areal_lite.controller.service RUN_DIR                the controller, once
     torchrun … -m areal_lite.trainer.loop RUN_DIR                  the trainer ranks
     python -m areal_lite.launch.prepare end RUN_DIR                after the trainer: the report

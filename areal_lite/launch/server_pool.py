@@ -10,10 +10,8 @@
   restart would not mend its configuration.
 * A server that is drained (servers/registry.py) ends when its requests are finished, for good.
 
-    python -m areal_lite.launch.server_pool RUN_DIR FIRST COUNT [until-end]
-
-runs servers FIRST, FIRST + 1, … of a run that was started elsewhere, on the GPUs that this process
-sees. With `until-end` they end when the trainer has ended well, and free their GPUs.
+As a module it runs servers of a run that was started elsewhere (prepare.py), on the GPUs that this
+process sees. With `until-end` they end when the trainer has ended well, and free their GPUs.
 """
 
 import asyncio

@@ -14,8 +14,7 @@ Numbers are compared as fractions: 0.5, 1/2, \frac{1}{2} and 50% are equal, and 
 A number with a scale (`50%`, `5 million`) equals both what stands before the scale and the product:
 the data set writes 50 where a person writes 50%.
 
-Time is linear in the length of the text. Only its last 10,000 characters are read, in them only the
-last 20 places, and of each place only the first 1,000 characters after its mark.
+Time is linear in the length of the text, of which only a part is read (`_LAST_CHARACTERS`).
 """
 
 import re
@@ -98,8 +97,8 @@ _TAG = re.compile(r"</?(?:b|strong|i|em|u|p|span|code)>")
 # A longer number is not the answer to a school problem, and costs time.
 _MAX_CHARACTERS = 100
 _LAST_CHARACTERS = 10_000
-_LAST_STATEMENTS = 20
-_STATEMENT_CHARACTERS = 1_000
+_LAST_STATEMENTS = 20  # in them
+_STATEMENT_CHARACTERS = 1_000  # after the mark of a statement
 
 
 @dataclass(frozen=True)

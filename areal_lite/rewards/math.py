@@ -9,13 +9,8 @@ is relative for numbers below 1. What it leaves out is read before: bases (`101_
 choices (`B`), thousands, degrees. The policy where people disagree: a percentage equals the number
 before the sign and its hundredth. A missing unit is accepted, a different one is not (5 m, 5 cm).
 
-What a model writes can cost the parser or sympy hours or all memory. Three bounds prevent that, and
-a completion beyond one of them scores 0:
-
-* The last 10,000 characters are read. Without a box or a mark, the last 500 of them.
-* A result is not parsed if it has more than 1,000 characters, brackets nested more than 10 deep,
-  or a power or a factorial with more than a million digits.
-* The rest runs in a forked process with 3 s of processor time and 1 GiB of memory.
+What a model writes can cost the parser or sympy hours or all memory. The bounds below prevent that:
+a completion beyond one of them scores 0. What is not too large to parse runs in a forked process.
 """
 
 import logging
@@ -27,11 +22,11 @@ from functools import lru_cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-_LAST_CHARACTERS = 10_000
-_UNBOXED_CHARACTERS = 500
+_LAST_CHARACTERS = 10_000  # that are read
+_UNBOXED_CHARACTERS = 500  # of them, without a box or a mark
 _RESULT_CHARACTERS = 1_000
-_RESULT_DEPTH = 10
-_RESULT_DIGITS = 1e6
+_RESULT_DEPTH = 10  # of nested brackets
+_RESULT_DIGITS = 1e6  # of a power or a factorial
 _PROCESSOR_S = 3
 _MEMORY_BYTES = 1 << 30
 # A result must not depend on how busy the machine is. This only ends a process that sleeps.

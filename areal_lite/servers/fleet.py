@@ -7,8 +7,7 @@
   server accepts. It is marked unhealthy, so that the process that started it replaces it.
 * A completion is made of as many requests as it takes. After an abort (a push in mode `abort`) or
   the failure of its server, the prompt and the tokens so far are sent again with the rest of the
-  budget. In the modes `in_place` and `retract` the server itself continues the request under the
-  new weights. Either way each token carries the version that the *server* reports for it
+  budget. Each token carries the version that the *server* reports for it
   (`meta_info.weight_versions`, SGLang >= 0.5.19) and its log-probability under that version.
 * A token's route is that of the forward pass that sampled the next token. A request that is sent
   again computes its prefix once more, perhaps with other routes: only routes of tokens after the
