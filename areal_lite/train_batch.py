@@ -61,8 +61,6 @@ class TrainBatch:
 
         A token whose log-prob is not finite gets mask false and log-prob 0 here.
         """
-        if not trajectories:
-            raise ValueError("a batch needs at least one trajectory")
         lengths = [len(t.tokens) for t in trajectories]
         rewards = [np.nan if t.reward is None else t.reward for t in trajectories]
         arrays = {

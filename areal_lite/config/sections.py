@@ -350,12 +350,8 @@ class TrainerConfig:
     @property
     def world_size(self) -> int:
         """Return the number of trainer ranks."""
-        return (
-            self.tensor_parallel
-            * self.pipeline_parallel
-            * self.context_parallel
-            * self.data_parallel
-        )
+        model_ranks = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+        return model_ranks * self.data_parallel
 
 
 @dataclass

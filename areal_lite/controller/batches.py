@@ -217,7 +217,7 @@ class Batches:
             changed = self._changed
             if step == self.step:
                 if batch := self._take(step, world):
-                    if batch.has_routes:
+                    if self.config.algo.routing_replay:
                         await asyncio.to_thread(batch.join_routes)
                     await asyncio.sleep(0)  # others may run before the batch is described
                     batch.info = self._info(batch, step, started)

@@ -208,11 +208,6 @@ class BatchAssignment:
     draws: list[list[tuple[int, int]]] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)  # for the metrics
 
-    @property
-    def has_routes(self) -> bool:
-        """Return whether any trajectory has the routes of its tokens."""
-        return any(t.routes is not None for group in self.groups for t in group.trajectories)
-
     def join_routes(self) -> None:
         """Give the shards the routes of their trajectories.
 
@@ -268,11 +263,8 @@ class GroupQueue:
         passed = self.num_passing(count, oldest_running)
         batch = self.deal(self._groups[:count], version, num_shards, passed)
         del self._groups[:count]
-        self._passed = sorted(
-            i
-            for i in self._passed + batch.group_ids
-            if oldest_running is not None and i > oldest_running
-        )
+        oldest = math.inf if oldest_running is None else oldest_running
+        self._passed = sorted(i for i in self._passed + batch.group_ids if i > oldest)
         return batch
 
     def deal(

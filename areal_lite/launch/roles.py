@@ -121,11 +121,8 @@ class Roles:
         All ranks see `gpus`. Several ranks are called trainer-RANK.
         """
         # Gloo uses loopback in a world of one, too: rank 0 also connects to the servers.
-        common = {
-            "GLOO_SOCKET_IFNAME": "lo",
-            **rank_environment(on_gpu=bool(gpus)),
-            **gpu_environment(gpus),
-        }
+        common = {"GLOO_SOCKET_IFNAME": "lo", **rank_environment(on_gpu=bool(gpus))}
+        common |= gpu_environment(gpus)
         world = config.world_size
         if world == 1:
             return [self.start_module("trainer", module, env=common)]

@@ -149,6 +149,7 @@ def test_routes_are_joined_while_the_event_loop_goes_on(monkeypatch) -> None:
 
     async def run() -> TrainBatch:
         controller = controller_with(clock=lambda: 0.0)
+        controller.config.algo.routing_replay = True
         for group_id in (0, 1):
             controller.batches.put(routed(group_id))
         reply = asyncio.ensure_future(controller.handle(PullBatch(0, 0, 1)))
