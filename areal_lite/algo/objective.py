@@ -27,16 +27,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from areal_lite.algo import advantages
+from areal_lite.algo import advantages, sequences
 from areal_lite.algo.correction import behavior_weight, loglinear_prox
 from areal_lite.algo.losses import LossInputs, LossOutput, entropy_loss, kl_estimate, kl_loss
 from areal_lite.algo.metrics import bounded_exp, by_staleness, mismatch, ratio_sums
-from areal_lite.algo.sequences import (
-    reduction_count,
-    reduction_weights,
-    sequence_length,
-    sequence_sum,
-)
 
 if TYPE_CHECKING:
     from areal_lite.config.algo import AdvantageConfig, AlgoConfig
@@ -88,7 +82,7 @@ class FlatBatch:
     @property
     def episode_lengths(self) -> Tensor:
         """Count the unmasked tokens of each episode, over all of its traces: int64 [n]."""
-        return sequence_length(self.mask, self.token_episodes, num=len(self.rewards))
+        return sequences.sequence_length(self.mask, self.token_episodes, num=len(self.rewards))
 
     def at(self, token_index: Tensor) -> FlatBatch:
         """Select tokens. Per-sequence tensors stay whole, so that sequence ids stay valid."""
@@ -261,7 +255,7 @@ class PolicyObjective(Objective):
             case "grpo" | "rloo":
                 if divergence is not None:  # that of the whole episode
                     ids, num = batch.token_episodes, len(rewards)
-                    by_episode = sequence_sum(divergence, mask, ids, num=num)
+                    by_episode = sequences.sequence_sum(divergence, mask, ids, num=num)
                     rewards = rewards - kl.coef * by_episode[batch.episode_ids]
                 batch.advantages = self._relative_to_group(batch, rewards, turns, reduce)
             case "reinforce_pp" | "gae":
@@ -354,7 +348,7 @@ class PolicyObjective(Objective):
         if own or others or self.algo.prox != "recompute":
             return torch.ones_like(batch.truncated)
         counted = batch.mask & (batch.advantages != 0)
-        return sequence_length(counted, batch.sequence_ids, num=len(batch.rewards)) > 0
+        return sequences.sequence_length(counted, batch.sequence_ids, num=len(batch.rewards)) > 0
 
     def minibatch(
         self, batch: FlatBatch, index: Tensor, current_logprobs: Logprobs, reduce: Reduce
@@ -378,7 +372,7 @@ class PolicyObjective(Objective):
                 behavior, logprobs.float(), versions, version=batch.version
             )
         tokens = batch.at(index)
-        weights = reduction_weights(
+        weights = sequences.reduction_weights(
             tokens.mask,
             tokens.token_episodes,
             mode=self.algo.reduction,
@@ -471,7 +465,8 @@ def _relative(
 
 def denominator(batch: FlatBatch, token_index: Tensor, *, mode: str, reduce: Reduce) -> float:
     """Count the tokens or episodes of an update over all ranks, as `mode` does; at least 1."""
-    count = reduction_count(batch.mask[token_index], batch.token_episodes[token_index], mode=mode)
+    episodes = batch.token_episodes[token_index]
+    count = sequences.reduction_count(batch.mask[token_index], episodes, mode=mode)
     own = torch.tensor(float(count), dtype=torch.float64, device=token_index.device)
     return max(1.0, float(reduce(own)))
 

@@ -27,18 +27,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from areal_lite.algo import objective
 from areal_lite.algo.advantages import episode_mean
 from areal_lite.algo.losses import LossOutput
 from areal_lite.algo.metrics import mismatch
-from areal_lite.algo.objective import (
-    FlatBatch,
-    Logprobs,
-    Minibatch,
-    Objective,
-    Reduce,
-    denominator,
-    token_metrics,
-)
+from areal_lite.algo.objective import FlatBatch, Logprobs, Minibatch, Objective, Reduce
 from areal_lite.algo.sequences import group_mean, sequence_length, sequence_sum
 
 
@@ -119,7 +112,7 @@ class BalanceObjective(Objective):
         logprobs, episodes = current_logprobs()[index], tokens.token_episodes
         ratios, present = log_ratios(logprobs, tokens.reference, tokens.mask, episodes, num=num)
         return Minibatch(
-            denominator=denominator(batch, index, mode="sequence", reduce=reduce),
+            denominator=objective.denominator(batch, index, mode="sequence", reduce=reduce),
             episode_lengths=batch.episode_lengths,
             log_z=log_partition(ratios, present, *_by_episode(batch), beta=self.algo.kl.coef),
             log_ratios=ratios,
@@ -142,7 +135,7 @@ class BalanceObjective(Objective):
             whole=(update.log_ratios, update.episode_lengths),
         )
         metrics |= mismatch(tokens.prox, tokens.behavior, tokens.mask)
-        metrics |= token_metrics(tokens, logprobs, entropy, to_reference=True)
+        metrics |= objective.token_metrics(tokens, logprobs, entropy, to_reference=True)
         return LossOutput(loss, metrics)
 
 

@@ -88,21 +88,17 @@ class LoopLag:
 
 @dataclass(slots=True, eq=False)
 class Batches:
-    """Assigns finished groups to steps.
-
-    `step` counts completed steps, `lag` is that of the event loop, `was_asked` tells whether a rank
-    has come. `clock` returns wall-clock seconds.
-    """
+    """Assigns finished groups to steps."""
 
     config: TrainConfig
     dispatcher: Dispatcher
     fleet: Fleet
     store: StoreThread
-    clock: Callable[[], float]
-    step: int = 0
+    clock: Callable[[], float]  # returns wall-clock seconds
+    step: int = 0  # completed steps
     queue: GroupQueue = field(init=False)
     lag: LoopLag = field(default_factory=LoopLag)
-    was_asked: bool = False
+    was_asked: bool = False  # whether a rank has come
     store_mib: float = 0.0  # the size of the store after the step before
     # Set, and replaced by a new one, when a batch may have become ready.
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -208,14 +204,11 @@ class Batches:
         return resyncs < self._resyncs
 
     async def _assign(self, step: int, world: int) -> BatchAssignment:
-        """Wait until the batch of `step` is complete, and assign it to `world` ranks.
-
-        It also waits for the end of the step before: a rank may ask before rank 0 has reported it.
-        """
+        """Wait until the batch of `step` is complete, and assign it to `world` ranks."""
         started = self.clock()
         while step >= self.step:
             changed = self._changed
-            if step == self.step:
+            if step == self.step:  # a rank may ask before rank 0 has reported the step before
                 if batch := self._take(step, world):
                     if self.config.algo.routing_replay:
                         await asyncio.to_thread(batch.join_routes)

@@ -202,10 +202,7 @@ class Evaluator:
             self._last_ended.set()
 
     async def evaluate(self, version: int) -> dict[str, Any]:
-        """Evaluate on the servers and return a line of evals.jsonl.
-
-        Raises RuntimeError if no server is left after the last step and none comes back in time.
-        """
+        """Return a line of evals.jsonl. Raises RuntimeError if no server is left after the end."""
         self.running.add(version)
         evaluation = asyncio.ensure_future(self._evaluate(version))
         try:

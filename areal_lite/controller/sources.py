@@ -255,17 +255,13 @@ class Dependencies:
 
 @dataclass(frozen=True, slots=True)
 class Player:
-    """Plays and scores episodes of one data source, in its worker processes or here.
-
-    `counts` gets `workflow_failures` and `reward_failures`. `on_end` is called when a rollout ends,
-    or only waits for a judge.
-    """
+    """Plays and scores episodes of one data source, in its worker processes or here."""
 
     source: Source
     dependencies: Dependencies
     fleet: Fleet
-    counts: Counter[str]
-    on_end: Callable[[], None] = lambda: None
+    counts: Counter[str]  # of workflow_failures and reward_failures
+    on_end: Callable[[], None] = lambda: None  # of a rollout, also if it only waits for a judge
     what: str = "group"  # what it plays, for the names of episodes
 
     async def play(

@@ -250,17 +250,14 @@ def _prompts_come_again(config: TrainConfig) -> None:
 
 def check_servers(server: ServerConfig, model: str | None) -> None:
     """Check that servers of a model, which may not exist yet, can run on this machine."""
-    device = resolve_device(server.device)
     if algorithm := server.args.get("speculative_algorithm"):
-        _check_speculation(algorithm, device, server, model)
-    if server.host != NODE and device == "cuda":
+        _check_speculation(algorithm, server, model)
+    if server.host != NODE and resolve_device(server.device) == "cuda":
         check_cuda()
 
 
-def _check_speculation(
-    algorithm: str, device: str, server: ServerConfig, model: str | None
-) -> None:
-    key = f"server.args.speculative_algorithm={algorithm}"
+def _check_speculation(algorithm: str, server: ServerConfig, model: str | None) -> None:
+    key, device = f"server.args.speculative_algorithm={algorithm}", resolve_device(server.device)
     if (device == "cpu") != (algorithm.upper() == "HISTORY"):
         raise ValueError(
             f"{key} is not for this device: use history without a GPU, or one of SGLang's on a GPU"

@@ -375,11 +375,9 @@ def _text(value: Any) -> str:
 
 def _arguments(value: Any) -> list[Any]:
     """Return the arguments of a call, which LiveCodeBench has as lines of JSON."""
-    return (
-        [json.loads(line) for line in value.splitlines()]
-        if isinstance(value, str)
-        else _list(value)
-    )
+    if isinstance(value, str):
+        return [json.loads(line) for line in value.splitlines()]
+    return _list(value)
 
 
 def _equal_text(printed: Any, expected: str, tolerance: float | None) -> bool:

@@ -121,15 +121,11 @@ async def started(workflow: Workflow, config: Any) -> AsyncIterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """The traces of an episode.
-
-    `texts` has the text before and after the first sampled token of each. `answer` is what the
-    reward function scores: the text of the last trace's last turn, or of all after the prompt.
-    """
+    """The traces of an episode."""
 
     traces: list[Trajectory]
-    texts: list[tuple[str, str]]
-    answer: str
+    texts: list[tuple[str, str]]  # before and after the first sampled token of each
+    answer: str  # to score: the text of the last trace's last turn, or of all after the prompt
 
 
 def is_grouped(workflow: Workflow) -> bool:

@@ -76,15 +76,11 @@ class Completion:
 
 @dataclass(slots=True)
 class Session:
-    """One episode on the servers: the start of its requests' ids, and where its next turn goes.
+    """One episode, whose turns go to the server that holds their prefix, if that is ready."""
 
-    Its turns go to the server that holds their prefix, as long as that server is ready. A session
-    starts with a reservation on `server`, which is later the server of its last turn.
-    """
-
-    rid: str
-    server: ServerInfo
-    reserved: bool = True
+    rid: str  # the start of its requests' ids
+    server: ServerInfo  # of its last turn
+    reserved: bool = True  # before the first turn
     turns: int = 0
 
 
