@@ -80,8 +80,8 @@ def as_overrides(settings: Mapping[str, Any]) -> list[str]:
     A key may have sections in it (`"trainer.steps"`), and a value may name a file of conf/
     (`"schedule": "sync"`), as on the command line.
     """
-    named = flat(settings) if settings else {}
-    return [f"{key}={_text_of(value)}" for key, value in named.items()]
+    named = flat(settings).items()
+    return [f"{key}={_text_of(value)}" for key, value in named if value != {}]
 
 
 def _text_of(value: Any) -> str:

@@ -102,17 +102,6 @@ class TrainConfig:
         return self.trainer.lora.rank > 0 and reference == self.model
 
 
-@dataclass
-class ServersConfig:
-    """The servers of a run that is going on."""
-
-    run_dir: str = setting(MISSING, "Run directory of a run that is going on.")
-    add: int = setting(0, "Start so many more, on the visible GPUs.", within=(0, 1024))
-    drain: str | None = setting(
-        None, "Name of a server that takes no new requests, and ends after those it has."
-    )
-
-
 CORE = {
     "train": Command(
         schema=TrainConfig,
@@ -128,13 +117,6 @@ CORE = {
                 settings=("server.host=node", "server.api_key='${token:}'"),
             ),
         },
-    ),
-    "servers": Command(
-        schema=ServersConfig,
-        entry="areal_lite.launch.servers:run",
-        does="list, add or drain servers of a run that is going on",
-        check="areal_lite.launch.servers:check",
-        words=("run_dir", "RUN"),
     ),
 }
 

@@ -75,6 +75,17 @@ class ServeConfig:
 
 
 @dataclass
+class ServersConfig:
+    """The servers of a run that is going on."""
+
+    run_dir: str = setting(MISSING, "Run directory of a run that is going on.")
+    add: int = setting(0, "Start so many more, on the visible GPUs.", within=(0, 1024))
+    drain: str | None = setting(
+        None, "Name of a server that takes no new requests, and ends after those it has."
+    )
+
+
+@dataclass
 class ExportConfig:
     """A run's checkpoint as a Hugging Face folder, written without servers and without a GPU."""
 
@@ -219,6 +230,13 @@ SERVE = Command(
     does="put a model, or a run's newest checkpoint, behind an OpenAI endpoint",
     check="areal_lite.tools.serve:check",
     words=("model", "MODEL or RUN"),
+)
+SERVERS = Command(
+    schema=ServersConfig,
+    entry="areal_lite.tools.servers:run",
+    does="list, add or drain servers of a run that is going on",
+    check="areal_lite.tools.servers:check",
+    words=_ONE_RUN,
 )
 EXPORT = Command(
     schema=ExportConfig,

@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 
 from areal_lite.config import TrainConfig, load_config
-from areal_lite.config.commands import ServersConfig
 from areal_lite.controller.protocol import Address
 from areal_lite.launch.preflight import check_model, check_servers
 from areal_lite.launch.server_pool import pool_beside, supervise_until_end
@@ -24,6 +23,7 @@ from areal_lite.servers.registry import ServerInfo, announced_servers, drain_ser
 from areal_lite.system.files import read_regular
 from areal_lite.system.network import NODE
 from areal_lite.system.processes import process_namespace, visible
+from areal_lite.tools.commands import ServersConfig
 
 _TIMEOUT_S = 10.0
 _DRAINING = "draining"
