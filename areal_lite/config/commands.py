@@ -67,8 +67,7 @@ class TrainConfig:
         choices=("never", "auto"),
     )
     debug: str = setting(
-        "off",
-        "train_only:RUN_DIR: train without servers, on the batches of a stored run.",
+        "off", "train_only:RUN_DIR: train without servers, on the batches of a stored run."
     )
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -359,10 +359,8 @@ class LoggerConfig:
     """The training log in trackers, besides metrics.jsonl."""
 
     trackers: list[str] = setting(
-        [],
-        "wandb, tensorboard, mlflow, trackio, swanlab, or module:Class, any number of them.",
+        [], "wandb, tensorboard, mlflow, trackio, swanlab, or module:Class, any number of them."
     )
     args: dict[str, Any] = setting(
-        {},
-        "Arguments by tracker, such as logger.args.wandb.mode=offline.",
+        {}, "Arguments by tracker, such as logger.args.wandb.mode=offline."
     )

@@ -48,12 +48,7 @@ CONTROLLER_FILES = (
     f"{paths.HEARTBEATS_DIR}/controller",
 )
 """Addresses and states of a controller that is gone."""
-ROLE_FILES = (
-    *CONTROLLER_FILES,
-    paths.TRAINER_FILE,
-    f"{paths.HEARTBEATS_DIR}/*",
-    paths.TOTALS_FILE,
-)
+ROLE_FILES = (*CONTROLLER_FILES, paths.TRAINER_FILE, f"{paths.HEARTBEATS_DIR}/*", paths.TOTALS_FILE)
 """The same of a trainer that is gone, too."""
 STALE_FILES = (*ROLE_FILES, f"{paths.SERVERS_DIR}/*", paths.SUMMARY_FILE, paths.STOP_FILE, ".*.tmp")
 """Also of servers, and files that only a finished run has."""

@@ -140,10 +140,7 @@ async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:
     """Print the accuracies of each data source and write them to summary.json."""
     scores: dict[str, Scores] = {}
     tokenizer = Tokenizer(config.model, config.data.chat_template_kwargs)
-    async with (
-        open_sources(config, run_dir) as sources,
-        open_fleet(run_dir, config.seed) as fleet,
-    ):
+    async with open_sources(config, run_dir) as sources, open_fleet(run_dir, config.seed) as fleet:
         dependencies = Dependencies(
             sources=sources, tokenizer=tokenizer, store=None, clock=time.time
         )

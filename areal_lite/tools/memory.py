@@ -33,12 +33,7 @@ from transformers import PretrainedConfig
 from areal_lite.config import LoraConfig, TrainConfig, TrainerConfig, longest_sequence
 from areal_lite.cpu import KEPT_LOGITS
 from areal_lite.data.model_folder import has_delta_net, num_experts
-from areal_lite.megatron.architectures import (
-    ARCHITECTURES,
-    check_supported,
-    layer_mapping,
-    layout,
-)
+from areal_lite.megatron.architectures import ARCHITECTURES, check_supported, layer_mapping, layout
 from areal_lite.megatron.logprobs import CHUNK
 from areal_lite.megatron.parameters import head_dim, padded_vocab
 from areal_lite.system.gpus import CUDA_CONTEXT

@@ -182,11 +182,7 @@ class Swanlab(_LikeWandb):
 
     def _own(self, run_dir: Path) -> dict[str, Any]:
         folder = run_dir / "swanlab"
-        return {
-            "name": run_dir.name,
-            "id": _own_id(folder),
-            "log_dir": str(folder),
-        }
+        return {"name": run_dir.name, "id": _own_id(folder), "log_dir": str(folder)}
 
 
 def _own_id(folder: Path) -> str:
