@@ -1,14 +1,17 @@
-"""The pause of a push in place, by size of the weights, servers and transport, without a GPU.
+r"""The pause of a push in place, by size of the weights, servers and transport, without a GPU.
 
     python -m benchmarks.push_pause [--sizes 2 100 600] [--servers 1 2] [--pushes 7]
     python -m benchmarks.push_pause --model CHAT_MODEL --transports delta distributed memory
+    python -m benchmarks.push_pause --model CHAT_MODEL --dtype float32 --servers 1 --pushes 10 \
+        --between-s 1 --transports adapters distributed memory
 
 Real servers stream answers. The real pusher pushes the servers' own weights. `adapters` are
 low-rank adapters alone, of which B is zero. The transports take turns, push by push. Before each
 turn of `delta`, the weights make a step of `--lr` times a normal number, on their exact values: in
 bfloat16, few of them change. A memory copy of all weights is timed after each push. The script
-writes benchmarks/results/push_pause.json, or push_delta.json with a model: what a push brings to a
-server, in MiB, and medians over the pushes, in milliseconds:
+writes benchmarks/results/push_pause.json, or with a model push_delta.json, or push_adapters.json if
+they are measured: what a push brings to a server, in MiB, and medians over the pushes, in
+milliseconds:
 
     pause          the pause window as a run reports it: `pause_s`
     gap            the longest time between two tokens of a request during a push
@@ -265,8 +268,9 @@ def main() -> None:
     parser.add_argument("--between-s", type=float, default=2.0)
     parser.add_argument("--transports", nargs="+", default=TRANSPORTS)
     parser.add_argument(
-        "--model", type=Path, help="a folder with a model, which is used in bfloat16"
+        "--model", type=Path, help="a folder with a model, which is used in --dtype"
     )
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--lr", type=float, default=1e-6)
     arguments = parser.parse_args()
     become_trainer()
@@ -281,7 +285,7 @@ def main() -> None:
     for size in [0] if arguments.model else arguments.sizes:
         with tempfile.TemporaryDirectory() as folder:
             if arguments.model:
-                own = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="bfloat16")
+                own = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype)
                 own.save_pretrained(folder)
                 del own
             else:
@@ -290,7 +294,8 @@ def main() -> None:
     settings = {key: value for key, value in vars(arguments).items() if key != "model"}
     load = round(os.getloadavg()[0], 1)
     result = {"settings": settings, "load_average": load, "rows": rows}
-    name = "push_delta.json" if arguments.model else "push_pause.json"
+    measured = "adapters" if "adapters" in arguments.transports else "delta"
+    name = f"push_{measured}.json" if arguments.model else "push_pause.json"
     (OUT / name).write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import threading
 import time
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -17,11 +18,32 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+from areal_lite.cpu.memory.server import NextWeights
 from areal_lite.sglang_plugins import push as push_plugin
+from areal_lite.sglang_plugins.weight_group import ADAPTERS, AHEAD
 from tests import nccl_double
 
-updater = SimpleNamespace(tp_rank=0, device="cpu", _model_update_group={})
 scheduler = threading.Lock()
+next_weights = NextWeights()
+# Here a push of adapters brings the sums.
+push_plugin.formats[ADAPTERS] = lambda updater, bucket, take, scale: bucket.split(
+    take(bucket.nbytes)
+)
+push_plugin.formats[AHEAD] = next_weights.take
+
+
+class Model(torch.nn.Module):
+    """The two weights that adapters change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "ab":
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(3)))
+
+    def load_weights(self, weights) -> None:
+        time.sleep(0.1)  # as long as a push lasts without a wait for it
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
 
 
 def stock(*_: object, **__: object) -> None:
@@ -29,14 +51,29 @@ def stock(*_: object, **__: object) -> None:
 
 
 def join(body: dict) -> dict:
-    success, message = push_plugin._join_group(stock, updater, **body)
+    first = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
+    hooked = partial(push_plugin._join_group, stock)
+    success, message = next_weights.receive(hooked, updater, *(body[name] for name in first))
     return {"success": success, "message": message}
+
+
+model = Model()
+updater = SimpleNamespace(
+    tp_rank=0,
+    device="cpu",
+    _model_update_group={},
+    get_model=lambda: model,
+    receive_weights_from_distributed=lambda **request: push_plugin._receive_weights(
+        stock, updater, **request
+    ),
+)
 
 
 def receive_tensors(body: dict) -> list[tuple[str, torch.Tensor]]:
     names = ("names", "dtypes", "shapes", "group_name", "load_format")
     request = {name: body[name] for name in names}
-    return list(push_plugin._receive_weights(stock, updater, **request))
+    tensors = list(push_plugin._receive_weights(stock, updater, **request))
+    return list(model.named_parameters()) if body["load_format"] == AHEAD else tensors
 
 
 def receive(body: dict) -> dict:

@@ -53,6 +53,7 @@ class Server:
         self.calls: list[str] = []
         self.wrong: list[str] = []
         self.checked = ""
+        self.loads_at_pause: list[bool] = []  # whether each has ended
 
     def state(self) -> dict:
         return vars(self) | {"whole": self.is_whole()}
@@ -71,6 +72,8 @@ class Server:
         match path:
             case "/pause_generation":
                 self.paused = True
+                loads = gloo_server.next_weights._loads.values()
+                self.loads_at_pause = [load.done() for load in loads]
             case "/continue_generation":
                 self.paused = False
             case "/begin_weight_update" | "/end_weight_update":

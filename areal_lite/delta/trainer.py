@@ -19,7 +19,7 @@ from areal_lite.weights.recipients import Bucket, PushRecipients
 
 def make_transport(config: TrainConfig, backend: str) -> Broadcast:
     """Make the transport. Entry point of the group `areal_lite.transports`."""
-    return Broadcast(config, backend, Deltas())
+    return Broadcast(config, backend, Deltas().pack)
 
 
 class Deltas:
@@ -31,7 +31,7 @@ class Deltas:
         self._pushes: list[PushRecipients] = []  # those that brought it
 
     def pack(
-        self, buckets: Iterable[Bucket], recipients: PushRecipients, *, apart: bool
+        self, buckets: Iterable[Bucket], recipients: PushRecipients, apart: bool
     ) -> Iterable[FlatBucket]:
         """Return what to broadcast for `buckets`, in their order.
 

@@ -5,6 +5,7 @@ tensor-parallel server keeps a slice. They are run while writes to parameters ar
 of made. Nothing is written, and the record says where each element would go.
 """
 
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,16 +31,20 @@ class Write(NamedTuple):
     kwargs: dict
 
 
-def record_writes(model: Any, tensors: list[Named]) -> list[Write]:
+def record_writes(
+    model: Any, tensors: Iterable[Named], write: Callable[[Write], object] | None = None
+) -> list[Write]:
     """Return the writes with which `model` would load `tensors`, in their order.
 
-    Raises LoadError if a tensor does not fit, or if the model does more than to copy and to fill.
+    A function `write` gets each of them instead, before the next tensor is read. Raises LoadError
+    if a tensor does not fit, or if the model does more than to copy and to fill.
     """
     if hasattr(model, "post_load_weights"):  # DeepSeek-V3
         raise LoadError(
             "the server's model computes more from its weights: use sync.transport=distributed"
         )
-    recorder = _Recorder({storage(parameter) for parameter in model.parameters()})
+    writes: list[Write] = []
+    recorder = _Recorder({storage(p) for p in model.parameters()}, write or writes.append)
     try:
         with torch.no_grad(), recorder:
             model.load_weights(iter(tensors))
@@ -48,7 +53,7 @@ def record_writes(model: Any, tensors: list[Named]) -> list[Write]:
     except Exception as error:  # a loader asserts, or raises what it likes
         reason = f"{type(error).__name__} {error}".strip()
         raise LoadError(f"the server's model cannot take the weights: {reason}") from error
-    return recorder.writes
+    return writes
 
 
 def storage(tensor: torch.Tensor) -> int:
@@ -57,12 +62,12 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records writes to the given storages in place of making them."""
+    """Passes writes to the given storages on in place of making them."""
 
-    def __init__(self, storages: set[int]):
+    def __init__(self, storages: set[int], write: Callable[[Write], object]):
         super().__init__()
         self._storages = storages
-        self.writes: list[Write] = []
+        self._write = write
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -81,5 +86,5 @@ class _Recorder(TorchDispatchMode):
                 f"a tensor of shape {list(args[1].shape)} does not fit the {list(target.shape)} of "
                 "the server's parameter"
             )
-        self.writes.append(Write(func, args, kwargs))
+        self._write(Write(func, args, kwargs))
         return target

@@ -4,7 +4,7 @@ A push of weights. Groups of other clients stay as SGLang made them:
 
 * Weight groups (weight_group.py): the answer to a request means that the weights have arrived, and
   a server whose group breaks can join the next.
-* Adapters alone: the server adds them to the weights of its checkpoint (`AdaptedWeights`).
+* Adapters alone: the server adds them to the weights of its checkpoint (`adapted_weights`).
 * Pauses in place with overlapped scheduling, SGLang's default on GPUs: a pause leaves one forward
   pass launched whose result is not processed yet. It may still read the weights, and with tensor
   parallelism its all-reduces could deadlock with the broadcast
@@ -253,39 +253,29 @@ def _tag_pending_tokens(original: Callable, self: Any, new_version: str | None) 
             events.append(WeightVersionEvent(old, produced + 1))
 
 
-class AdaptedWeights:
-    """W + SCALE * B A of every adapted weight of a bucket, computed when it is asked for.
+def adapted_weights(tensors: list[Named], folder: str, scale: float) -> Iterator[Named]:
+    """Yield W + SCALE * B A of every adapted weight of a bucket.
 
     W is from the server's checkpoint in `folder`, from which the trainer started, too. `tensors`
     are A [rank, in] and B [out, rank] of each weight, named as in PEFT; `scale` is alpha / rank. A
-    server holds one sum at a time, of the dtype of A, computed in float32 and rounded once. Raises
-    ValueError, before anything is loaded, for tensors that do not fit the checkpoint.
+    sum has the dtype of A, and is computed in float32 and rounded once. Raises ValueError for
+    tensors that do not fit the checkpoint.
     """
-
-    def __init__(self, tensors: list[Named], folder: str, scale: float):
-        self._scale = scale
-        self._factors: dict[str, tuple[torch.Tensor, torch.Tensor, Any]] = {}
-        readers = _readers(folder)
-        named = dict(tensors)
-        for name in named:
-            stem, factor, _ = name.rpartition(".lora_A.weight")
-            if not factor:
-                continue
-            a, b = named[name], named[f"{stem}.lora_B.weight"]
-            weight = f"{stem}.weight"
-            if weight not in readers:
-                raise ValueError(f"{folder} has no {weight}, which an adapter of the push adapts")
-            shape = readers[weight].get_slice(weight).get_shape()
-            if shape != [len(b), a.shape[1]]:
-                raise ValueError(
-                    f"{folder}: {weight} has shape {shape}, and its adapter is for "
-                    f"{[len(b), a.shape[1]]}: start servers and trainer from one model"
-                )
-            self._factors[weight] = a, b, readers[weight]
-
-    def __iter__(self) -> Iterator[Named]:
-        for name, (a, b, reader) in self._factors.items():
-            yield name, _add(reader.get_tensor(name), a, b, self._scale)
+    readers, named = _readers(folder), dict(tensors)
+    for name, a in tensors:
+        stem, factor, _ = name.rpartition(".lora_A.weight")
+        if not factor:
+            continue
+        weight, b = f"{stem}.weight", named[f"{stem}.lora_B.weight"]
+        if weight not in readers:
+            raise ValueError(f"{folder} has no {weight}, which an adapter of the push adapts")
+        base, shape = readers[weight].get_tensor(weight), (len(b), a.shape[1])
+        if base.shape != shape:
+            raise ValueError(
+                f"{folder}: {weight} has shape {list(base.shape)}, and its adapter is for "
+                f"{list(shape)}: start servers and trainer from one model"
+            )
+        yield weight, _add(base, a, b, scale)
 
 
 Take = Callable[[int], torch.Tensor]
@@ -296,9 +286,9 @@ def _whole(updater: Any, bucket: Layout, take: Take) -> list[Named]:
     return bucket.split(take(bucket.nbytes))
 
 
-def _adapted(updater: Any, bucket: Layout, take: Take, scale: str) -> AdaptedWeights:
+def _adapted(updater: Any, bucket: Layout, take: Take, scale: str) -> Iterator[Named]:
     tensors = _whole(updater, bucket, take)
-    return AdaptedWeights(tensors, updater.model_config.model_path, float(scale))
+    return adapted_weights(tensors, updater.model_config.model_path, float(scale))
 
 
 formats: dict[str, Callable[..., Iterable[Named]]] = {

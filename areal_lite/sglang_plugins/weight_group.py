@@ -36,6 +36,8 @@ from areal_lite.system.processes import environment
 # Every group of ours has a name that begins with this.
 ADAPTERS = "areal_lite_adapters"
 """Begins the `load_format` of a push of adapters alone: areal_lite_adapters:SCALE."""
+AHEAD = "ahead_of_pause"
+"""Names requests to load weights before a pause, their number, and the request to take them."""
 GROUP_PREFIX = "areal_lite_"
 JOIN_FAILED = "cannot join weight group"
 _FAILED = "the collective failed"
@@ -83,7 +85,7 @@ class GroupMember:
     def __init__(
         self, store: Store, backend: str, *, world: int, rank: int, name: str, limit: timedelta
     ):
-        self._store = PrefixStore(name, store)
+        self.store = PrefixStore(name, store)
         self._work: dist.Work | None = None
         # torch has no public call for a second group with a store and members of its own. SGLang
         # uses the same helper. In blocking-wait mode the group gets no watchdog.
@@ -93,7 +95,7 @@ class GroupMember:
                 rank,
                 [],
                 c10d.Backend(backend),
-                self._store,
+                self.store,
                 group_name=name,  # pyright: ignore[reportArgumentType]
                 timeout=limit,
             )
@@ -110,8 +112,8 @@ class GroupMember:
     def _connect(self, backend: str, rank: int, world: int, limit: timedelta) -> None:
         assert self._group is not None
         # NCCL would wait for a missing rank without end, so all meet in the store first.
-        self._store.set(f"met/{rank}", "")
-        self._store.wait([f"met/{other}" for other in range(world)], limit)
+        self.store.set(f"met/{rank}", "")
+        self.store.wait([f"met/{other}" for other in range(world)], limit)
         cuda = backend == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._group._get_backend(device).eager_connect_single_device(device)
@@ -139,7 +141,7 @@ class GroupMember:
     def store_closed(self) -> bool:
         """Return whether the group has ended on trainer rank 0."""
         try:
-            self._store.check(["met/0"])
+            self.store.check(["met/0"])
         except RuntimeError:
             return True
         return False

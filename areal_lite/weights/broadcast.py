@@ -11,29 +11,33 @@ without the culprits. If every server answers, the collective itself is the caus
 blame, and the push fails with the error of the collective.
 """
 
+import json
 import logging
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 # torch documents this name but does not mark it as exported.
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from areal_lite.config import TrainConfig
+from areal_lite.config import LoraConfig, TrainConfig
 from areal_lite.servers.blocking import server_errors, start_post, start_reaching
 from areal_lite.servers.client import ServerError, ServerFailed, ServersFailed, ServerUnreachable
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.sglang_plugins.weight_group import (
+    ADAPTERS,
+    AHEAD,
     GIVEN_UP,
     GROUP_PREFIX,
     CollectiveError,
@@ -45,6 +49,7 @@ from areal_lite.system.processes import start_daemon
 from areal_lite.weights.recipients import Bucket, Pause, PushRecipients
 
 log = logging.getLogger(__name__)
+_JOIN = "/init_weights_update_group"
 # How long to wait, after the first failure, for the failures that tell its cause.
 _GRACE_S = 3.0
 # An HTTP call waits longer than the collective: a call that is given up first would look as if
@@ -62,9 +67,10 @@ class FlatBucket:
     description: dict[str, list]
     data: torch.Tensor
     load_format: str = "flattened_bucket"
+    ahead: bool = False  # servers load it beside their weights, while they generate
 
 
-def flatten(bucket: Bucket, load_format: str = "flattened_bucket") -> FlatBucket:
+def flatten(bucket: Bucket) -> FlatBucket:
     tensors = [tensor for _, tensor in bucket]
     description = {
         "names": [name for name, _ in bucket],
@@ -72,41 +78,31 @@ def flatten(bucket: Bucket, load_format: str = "flattened_bucket") -> FlatBucket
         "shapes": [list(tensor.shape) for tensor in tensors],
     }
     data = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-    return FlatBucket(description, torch.cat(data), load_format)
+    return FlatBucket(description, torch.cat(data))
 
 
-class Pack(Protocol):
-    """Makes what is broadcast of the buckets of a push."""
-
-    def pack(
-        self, buckets: Iterable[Bucket], recipients: PushRecipients, *, apart: bool
-    ) -> Iterable[FlatBucket]:
-        """Return one for each bucket. apart: the servers are those that missed a push."""
-        ...
-
-
-@dataclass(frozen=True)
-class Whole:
-    """Broadcasts all of each bucket."""
-
-    load_format: str = "flattened_bucket"
-
-    def pack(
-        self, buckets: Iterable[Bucket], recipients: PushRecipients, *, apart: bool
-    ) -> Iterable[FlatBucket]:
-        return (flatten(bucket, self.load_format) for bucket in buckets)
+def pack_adapters(
+    lora: LoraConfig, ahead: bool, buckets: Iterable[Bucket], *_: object
+) -> Iterator[FlatBucket]:
+    """Pack adapters. ahead: the servers have the memory to add them before the pause."""
+    load_format = f"{ADAPTERS}:{lora.alpha / lora.rank}"
+    for bucket in map(flatten, buckets):
+        yield replace(bucket, load_format=load_format, ahead=ahead)
+    if ahead:
+        yield FlatBucket({"names": [], "dtypes": [], "shapes": []}, torch.empty(0), AHEAD)
 
 
 class Broadcast:
     """The transport over a process group, by torch's `backend`.
 
+    `pack` makes FlatBuckets of buckets, recipients, and whether these are apart.
     Its WeightGroup is made anew when its servers change. Its calls raise as that does.
     """
 
-    def __init__(self, config: TrainConfig, backend: str, pack: Pack | None = None):
+    def __init__(self, config: TrainConfig, backend: str, pack: Callable | None = None):
         self._config = config
         self._backend = backend
-        self._pack = pack or Whole()
+        self._pack = pack or (lambda buckets, *_: map(flatten, buckets))
         self._group: WeightGroup | None = None
 
     def transfer(
@@ -114,14 +110,15 @@ class Broadcast:
     ) -> None:
         way = Broadcast(self._config, self._backend, self._pack) if apart else self
         recipients.run_together(way.join)
-        way._broadcast(recipients, self._pack.pack(buckets, recipients, apart=apart), pause)
+        way._broadcast(recipients, self._pack(buckets, recipients, apart), pause)
         if apart:
             recipients.run_together(way.leave)
 
     def _broadcast(
         self, recipients: PushRecipients, packed: Iterable[FlatBucket], pause: Pause
     ) -> None:
-        stream: Iterator[tuple[Any, Any]] = pairwise(chain(packed, [None]))
+        rest = (bucket for bucket in packed if not self._send_ahead(bucket, recipients))
+        stream: Iterator[tuple[Any, Any]] = pairwise(chain(rest, [None]))
         first = next(stream)  # gathered and flattened before the pause
         with pause(recipients) as window:
             recipients.post("/begin_weight_update", {})
@@ -142,6 +139,12 @@ class Broadcast:
                 assert sending is not None
                 sending.result()
             recipients.post("/end_weight_update", {})
+
+    def _send_ahead(self, bucket: FlatBucket, recipients: PushRecipients) -> bool:
+        """Send a bucket that need not wait for the pause. Return whether it is one."""
+        if bucket.ahead:
+            recipients.run_together(partial(self.send, bucket, version=None, flush_cache=False))
+        return bucket.ahead
 
     def close(self, servers: list[ServerInfo]) -> None:
         # A group that torch destroys at the end would wait for its servers.
@@ -192,6 +195,7 @@ class WeightGroup:
         self._timeout_s = timeout_s
         self._call_timeout_s = timeout_s + _EXTRA_CALL_S
         self._name = name
+        self._loads = 0  # of all ranks, beside their weights
         world = 1 + sum(server.tensor_parallel for server in servers)
         limit = timedelta(seconds=timeout_s)
 
@@ -213,10 +217,10 @@ class WeightGroup:
         calls, rank = [], 1
         body = {"master_address": address, "master_port": port, "world_size": world}
         body |= {"group_name": name, "backend": backend}
+        self._ahead = {**body, "rank_offset": 0, "group_name": AHEAD}
         for server in servers:
             own = {**body, "rank_offset": rank}
-            path = "/init_weights_update_group"
-            calls.append(start_post(server, path, own, self._call_timeout_s))
+            calls.append(start_post(server, _JOIN, own, self._call_timeout_s))
             rank += server.tensor_parallel
 
         # Step 3: join, over another connection to the store, as the servers do: closing the store
@@ -232,10 +236,23 @@ class WeightGroup:
         """Broadcast one bucket; `options` are further fields of SGLang's request."""
         body = {**bucket.description, "group_name": self._name, **options}
         path = "/update_weights_from_distributed"
+        if bucket.ahead:  # SGLang answers no other request for groups while it generates
+            path, body = _JOIN, self._ahead | {"backend": json.dumps(body)}
+            self._loads += self._ahead["world_size"] - 1
         calls = [start_post(server, path, body, self._call_timeout_s) for server in self.servers]
-        member = self._member.result()
-        sent = start_daemon(member.broadcast, bucket.data, self._given_up.is_set)
+        sent = start_daemon(self._broadcast, bucket.data)
         self._wait_together(sent, calls, f"broadcast of {len(bucket.description['names'])} tensors")
+
+    def _broadcast(self, data: torch.Tensor) -> None:
+        """Broadcast `data`, if any, and wait until the servers have loaded what came ahead."""
+        member = self._member.result()
+        if len(data):
+            member.broadcast(data, self._given_up.is_set)
+        while self._loads and member.store.add(AHEAD, 0) < self._loads:
+            asked = [start_reaching(server, _GRACE_S) for server in self.servers]
+            if self._given_up.is_set() or not all(call.result() for call in asked):
+                raise CollectiveError(GIVEN_UP)
+            time.sleep(0.01)
 
     def _wait_together(self, collective: Future, calls: list[Future], what: str) -> None:
         wait_together(collective, calls, self.servers, self._timeout_s, what, self.break_up)

@@ -25,6 +25,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -38,9 +39,9 @@ from areal_lite.run_dir.paths import WEIGHTS_DIR
 from areal_lite.servers.blocking import post
 from areal_lite.servers.client import ServerUnreachable
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.sglang_plugins.weight_group import ADAPTERS, CollectiveError
+from areal_lite.sglang_plugins.weight_group import CollectiveError
 from areal_lite.system.processes import steady_time
-from areal_lite.weights.broadcast import Broadcast, Whole
+from areal_lite.weights.broadcast import Broadcast, pack_adapters
 from areal_lite.weights.recipients import (
     FROM_DISK,
     Bucket,
@@ -96,8 +97,8 @@ def make_transport(config: TrainConfig, device: torch.device, run_dir: Path) -> 
         case "distributed":
             return Broadcast(config, backend)
         case "adapters":
-            lora = config.trainer.lora
-            return Broadcast(config, backend, Whole(f"{ADAPTERS}:{lora.alpha / lora.rank}"))
+            pack = partial(pack_adapters, config.trainer.lora, backend == "gloo")
+            return Broadcast(config, backend, pack)
         case "disk":
             return Folder(Path(config.sync.disk_path or run_dir / WEIGHTS_DIR), Path(config.model))
         case _:

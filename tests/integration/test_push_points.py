@@ -32,7 +32,7 @@ from tests.ranks.processes import processes as forked
 
 TIMEOUT_S, GRACE_S = 4.0, 0.3
 LONGEST_PUSH_S = 15.0
-TRANSPORTS = ["memory", "disk", "distributed"]
+TRANSPORTS = ["memory", "disk", "distributed", "adapters"]
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -99,7 +99,7 @@ def pusher(
     config = TrainConfig(model=str(folder))
     (folder / "config.json").write_text("{}")
     config.sync.transport, config.rollout.interrupt = transport, interrupt
-    config.sync.timeout_s = TIMEOUT_S
+    config.sync.timeout_s, config.trainer.lora.rank = TIMEOUT_S, 1
     made = WeightPusher(Weights(), torch.device("cpu"), controller, config, folder)
     try:
         yield made
@@ -179,6 +179,23 @@ def test_a_server_is_lost_at_each_point(transport, interrupt, kind, faults, tmp_
                 push(one, 2, "all")
                 check_serving(good, 2)
                 assert controller.pushes[1:] == [(2, [])]
+
+
+def test_servers_have_loaded_adapters_before_they_pause(tmp_path) -> None:
+    with servers(None, None) as infos:
+        with pusher("adapters", "in_place", Controller(infos), tmp_path) as one:
+            push(one, 1, "all")
+            check_serving(infos, 1)
+        for info in infos:
+            found = state(info)
+            assert found.loads_at_pause == [True, True], "a load would end within the pause"
+            assert found.calls[3:] == [
+                "/pause_generation",
+                "/begin_weight_update",
+                "/update_weights_from_distributed",
+                "/end_weight_update",
+                "/continue_generation",
+            ]
 
 
 @pytest.mark.parametrize("bucket", [1, 2])

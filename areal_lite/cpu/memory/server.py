@@ -1,6 +1,6 @@
-"""The server's half of `sync.transport=memory`, behind SGLang's `/update_weights_from_disk`.
+"""The server's half of `sync.transport=memory`, and of adapters that come before the pause.
 
-The `load_format` of a request says what to do with the staged file in `model_path`:
+The `load_format` of a request to `/update_weights_from_disk` says what to do with the staged file:
 
 * `areal_lite_check:DIGEST`: compare all of it with its checksum. The HTTP process does so on a
   thread of its own, while the scheduler generates.
@@ -15,14 +15,65 @@ A request that is refused has changed nothing: the server goes on with the weigh
 """
 
 import asyncio
+import json
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import torch
 
 from areal_lite.cpu.memory.staged import ACTIVATE, CHECK, StagedError, StagedFile
 from areal_lite.data.model_folder import UNTRAINED
+from areal_lite.sglang_plugins import push
 from areal_lite.sglang_plugins.load_plan import COPY, LoadError, Write, record_writes, storage
+from areal_lite.sglang_plugins.weight_group import AHEAD
+
+
+class NextWeights:
+    """A second copy of the parameters that a push changes, loaded while the server generates."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._copies: dict[int, torch.UntypedStorage] = {}  # by the address of the original
+        self._loads: dict[str, Future] = {}  # by the first name of a bucket
+
+    def receive(self, original: Callable, *arguments: Any) -> tuple[bool, str]:
+        """Begin to load a bucket, if this request to join a group describes one in JSON."""
+        updater, *_, group, description = arguments
+        if group != AHEAD:
+            return original(*arguments)
+        request = json.loads(description)
+        store = updater._model_update_group[request["group_name"]].store
+        load = self._loads[request["names"][0]] = self._thread.submit(self._load, updater, request)
+        load.add_done_callback(lambda _: store.add(AHEAD, 1))
+        return True, "loads the weights"
+
+    def _load(self, updater: Any, request: dict[str, Any]) -> None:
+        weights = updater.receive_weights_from_distributed(**request)
+        record_writes(updater.get_model(), weights, self._write)
+
+    def _write(self, write: Write) -> None:
+        """Make a write to a parameter in the copy of its memory."""
+        target, *sources = write.args
+        if (address := storage(target)) not in self._copies:
+            self._copies[address] = target.untyped_storage().clone()
+        place = target.storage_offset(), target.shape, target.stride()
+        copy = target.new_empty(0).set_(self._copies[address], *place)
+        write.function(copy, *sources, **write.kwargs)
+
+    def take(self, updater: Any, *_: Any) -> list[push.Named]:
+        """Put the copies in the place of the parameters. No weights are left to load."""
+        for load in self._loads.values():
+            load.result()
+        copies, self._copies, old = self._copies, {}, []
+        for parameter in updater.get_model().parameters():
+            if storage(parameter) in copies:
+                old.append(parameter.data)
+                place = parameter.storage_offset(), parameter.shape, parameter.stride()
+                parameter.data = parameter.new_empty(0).set_(copies[storage(parameter)], *place)
+        self._thread.submit(old.clear)  # giving memory back to the system takes time, too
+        return []
 
 
 class LoadPlan:
@@ -37,9 +88,9 @@ class LoadPlan:
         self._writes = record_writes(model, tensors)
         _check_complete(dict(model.named_parameters()), self._writes)
         # A loader that computes before it copies has read the content of this version.
-        sources = {storage(tensor) for _, tensor in tensors}
-        copies = [args for write, args, _ in self._writes if write is COPY]
-        self.repeatable = all(storage(source) in sources for _, source in copies)
+        own = {storage(tensor) for _, tensor in tensors}
+        sources = [args[1] for write, args, _ in self._writes if write is COPY]
+        self.repeatable = own.issuperset(map(storage, sources))
 
     def fits(self, model: Any) -> bool:
         """Return whether the parameters of `model` are where they were."""
@@ -58,9 +109,8 @@ def _addresses(model: Any) -> list[int]:
 
 def _check_complete(parameters: dict[str, torch.Tensor], writes: list[Write]) -> None:
     """Check that the writes cover each trained parameter, by the number of its elements."""
-    regions = {}  # a region that is written twice counts once
-    for _, (target, *_), _ in writes:
-        regions[target.data_ptr(), target.shape, target.stride()] = target
+    # A region that is written twice counts once.
+    regions = {(to.data_ptr(), to.shape, to.stride()): to for _, (to, *_), _ in writes}
     written: dict[int, int] = {}
     for target in regions.values():
         written[storage(target)] = written.get(storage(target), 0) + target.numel()
@@ -85,13 +135,16 @@ def install() -> None:
     """Register the hooks. Entry point of the group `sglang.srt.plugins`."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    next_weights = NextWeights()
     hooks = {
         f"{_TOKENIZER}.update_weights_from_disk": _handle_request,
         f"{_TOKENIZER}._update_model_path_info": _keep_model_path,
         f"{_UPDATER}.update_weights_from_disk": _load_weights,
+        f"{_UPDATER}.init_weights_update_group": next_weights.receive,
     }
     for target, hook in hooks.items():
         HookRegistry.register(target, hook, HookType.AROUND)
+    push.formats[AHEAD] = next_weights.take
 
 
 async def _handle_request(
@@ -129,11 +182,8 @@ async def _check(obj: Any, digest: str) -> tuple[bool, str]:
 
 def _checked_version(path: str, digest: str) -> int:
     """Return the version of the file, if all of it has its checksum. Raises StagedError."""
-    staged = StagedFile(path)
-    try:
+    with closing(StagedFile(path)) as staged:
         return staged.check(digest).version
-    finally:
-        staged.close()
 
 
 def _keep_model_path(original: Callable, self: Any, model_path: str, load_format: str) -> None:
@@ -163,7 +213,7 @@ def activate(model: Any, path: str, digest: str) -> None:
     changed during the copy: the model is then of no use, and the error ends the server.
     """
     global _staged
-    if _staged is None or not _staged.is_current(path):
+    if _staged is None or _staged.file.path != path or not _staged.file.is_current():
         _staged = None  # gives the memory of the old file back
         _staged = _Activation(path)
     _staged.run(model, digest)
@@ -173,23 +223,20 @@ class _Activation:
     """A mapped file, and the plan that loads it. Both are kept from push to push."""
 
     def __init__(self, path: str):
-        self._file = StagedFile(path, populate=True)
+        self.file = StagedFile(path, populate=True)
         self._plan: LoadPlan | None = None
         self._table = b""
 
-    def is_current(self, path: str) -> bool:
-        return self._file.path == path and self._file.is_current()
-
     def run(self, model: Any, digest: str) -> None:
-        header = self._file.header(digest)
-        table = self._file.table(header)
+        header = self.file.header(digest)
+        table = self.file.table(header)
         if self._plan is None or table != self._table or not self._plan.fits(model):
-            self._plan = LoadPlan(model, self._file.tensors(header))
+            self._plan = LoadPlan(model, self.file.tensors(header))
         plan, self._table = self._plan, table
         if not plan.repeatable:
             self._plan = None
         plan.run()
         try:
-            self._file.header(digest)
+            self.file.header(digest)
         except StagedError as error:
             raise RuntimeError(f"{error}, after a part was copied into the model") from error

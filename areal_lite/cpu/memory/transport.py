@@ -87,7 +87,8 @@ class MemoryTransport:
             for name, tensor in bucket:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 table.append((name, dtype, list(tensor.shape), file.position))
-                file.append(_bytes_of(tensor))
+                data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                file.append(data.numpy().data)
         header = file.finish(json.dumps(table).encode(), version)
         return StagedWeights(f"/proc/{os.getpid()}/fd/{self._descriptor}", header)
 
@@ -157,7 +158,3 @@ class _Writer:
         while written < len(view):
             written += os.pwrite(self._descriptor, view[written:], offset + written)
         return written
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

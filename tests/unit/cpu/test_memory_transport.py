@@ -200,7 +200,7 @@ def test_the_memory_of_a_trainer_is_given_back(memory, server):
     server = Server()
     assert server.push(second)[0] and server.model.values() == loaded(weights(2))
     other.close([])
-    assert memory_plugin._staged.is_current(second.path) is False
+    assert memory_plugin._staged.file.is_current() is False
     with pytest.raises(StagedError):
         StagedFile(second.path)
 

@@ -58,7 +58,7 @@ class Trainer:
     def push(self, servers: list[Server], failing=lambda: False, *, apart=False) -> list[Server]:
         """Return the servers that remain in the push."""
         push = PushRecipients([one.info for one in servers], PushReport(version=1), timeout_s=1)
-        for bucket in self.deltas.pack(self.buckets(), push, apart=apart):
+        for bucket in self.deltas.pack(self.buckets(), push, apart):
             self.sent += bucket.data.nbytes
             again = True
             while again:  # the others take a bucket again when one has failed
@@ -111,7 +111,7 @@ def test_servers_get_whole_weights_first_and_then_what_has_changed():
     report = PushReport(version=1)
     for step in range(3):
         push = PushRecipients([one.info for one in servers], report, timeout_s=1)
-        packed = list(trainer.deltas.pack(trainer.buckets(), push, apart=False))
+        packed = list(trainer.deltas.pack(trainer.buckets(), push, False))
         whole = [bucket.load_format.endswith(":0") for bucket in packed]
         assert whole == [step == 0] * 2
         for bucket in packed:
@@ -128,7 +128,7 @@ def test_large_buckets_travel_as_changes_and_are_counted():
     sent = []
     for _ in range(3):
         report.megabytes += tensor.nbytes / 2**20
-        (bucket,) = deltas.pack([[("w", tensor)]], push, apart=False)
+        (bucket,) = deltas.pack([[("w", tensor)]], push, False)
         sent.append(bucket.data.nbytes)
         tensor.view(torch.int16)[::100] += 1
     assert sent[0] == tensor.nbytes and max(sent[1:]) < tensor.nbytes / 50
@@ -140,5 +140,5 @@ def test_what_changes_in_every_bit_travels_whole():
     push = PushRecipients([info("a")], report, timeout_s=1)
     for seed in range(3):
         tensor = torch.randn(10**4, generator=torch.Generator().manual_seed(seed))
-        (bucket,) = deltas.pack([[("w", tensor)]], push, apart=False)
+        (bucket,) = deltas.pack([[("w", tensor)]], push, False)
         assert bucket.data.nbytes == tensor.nbytes and bucket.load_format.endswith(":0")
