@@ -6,6 +6,7 @@ SGLang's own workers ask the kernel to be killed when this process dies. The API
 the environment: every user of the machine can read command lines.
 """
 
+import gc
 import logging
 import os
 import sys
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 
 def main(argv: list[str]) -> None:
     die_with_parent()
+    gc.disable()  # what imports make stays, and each collection would visit all of it
     if key := os.environ.pop(sglang_plugins.ENV_API_KEY, None):
         argv = [*argv, "--api-key", key]
 
@@ -46,6 +48,8 @@ def main(argv: list[str]) -> None:
         )
     else:
         check_hooks()
+    gc.freeze()
+    gc.enable()
     try:
         run_server(prepare_server_args(argv))
     finally:

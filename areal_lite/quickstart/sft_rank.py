@@ -6,6 +6,11 @@ ranks.
 Demonstration i depends on the seed and i only, so any number of ranks sees the same ones.
 """
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # until main: what imports make stays, and each collection would visit all of it
+
 import logging
 import random
 import sys
@@ -93,6 +98,8 @@ def _demonstration(config: SftConfig, tokenizer: Tokenizer, index: int) -> Traje
 
 def main() -> int:
     die_with_parent()
+    gc.freeze()
+    gc.enable()
     return run_role(lambda run_dir: train(load_config(run_dir, SftConfig), run_dir), ValueError)
 
 

@@ -11,11 +11,15 @@
 """
 
 import gc
+
+if __name__ == "__main__":
+    gc.disable()  # until main: what imports make stays, and each collection would visit all of it
+
 import logging
 import sys
 import time
 from concurrent.futures import CancelledError, Future, wait
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from itertools import pairwise, starmap
 from pathlib import Path
@@ -444,11 +448,8 @@ class Reporter:
         """Start an evaluation on a connection of its own, since training continues meanwhile."""
 
         def evaluate() -> dict[str, Any]:
-            client = ControllerClient(self._run_dir, patience_s(self._config))
-            try:
+            with closing(ControllerClient(self._run_dir, patience_s(self._config))) as client:
                 return client.evaluate(version)
-            finally:
-                client.close()
 
         if self._config.eval.problems:
             self.evaluates_last = version == self._config.trainer.steps
@@ -463,10 +464,9 @@ class Reporter:
 def main() -> int:
     die_with_parent()
     gc.freeze()  # Megatron collects garbage twice for a checkpoint: not what imports made
+    gc.enable()
     heartbeat.start("loading the model and the checkpoint")
-    return run_role(
-        lambda run_dir: train(load_config(run_dir), run_dir), ValueError, FloatingPointError
-    )
+    return run_role(lambda path: train(load_config(path), path), ValueError, FloatingPointError)
 
 
 if __name__ == "__main__":

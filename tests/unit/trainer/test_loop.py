@@ -1,11 +1,13 @@
 """Which of the pusher's calls a step makes, and after which steps there is a checkpoint."""
 
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from areal_lite.config import TrainConfig
+from areal_lite.quickstart import sft_rank
 from areal_lite.trainer import loop
 from areal_lite.trainer.cadence import Cadence
 from areal_lite.trainer.loop import TrainingRun
@@ -122,3 +124,17 @@ def test_a_run_ends_after_steps_in_a_row_that_were_skipped(tmp_path: Path, monke
     with pytest.raises(FloatingPointError, match="5 steps in a row, up to step 8"):
         run._record_skipped(7, None, 1.0)
     assert saved == [f"step-{step}-rank-1.msgpack" for step in (1, 2, 4, 5, 6, 7, 8)]
+
+
+@pytest.mark.parametrize("module", [loop, sft_rank])
+def test_garbage_is_collected_once_a_rank_has_its_imports(monkeypatch, module) -> None:
+    assert gc.isenabled(), "who imports the module keeps a garbage collector"
+    monkeypatch.setattr(module, "die_with_parent", lambda: None)
+    monkeypatch.setattr("areal_lite.system.heartbeat.start", lambda phase: None)
+    monkeypatch.setattr(module, "run_role", lambda *_: gc.isenabled())
+    gc.disable()
+    try:
+        assert module.main()
+    finally:
+        gc.enable()
+        gc.unfreeze()
