@@ -80,18 +80,24 @@ TORCH_ADAMW_FIXES = (
     ),
 )
 
-# Applies with CUDA: SGLang's dependencies on a GPU machine include packages that Megatron-core also
-# looks for, in megatron/core/inference/contexts/dynamic_context.py and
-# megatron/core/transformer/moe/fused_a2a.py. It needs none of them here, but only an ImportError
-# counts as their absence, and CUDA packages also raise others (a missing library, a version).
+# Applies always: megatron/core/inference/contexts/dynamic_context.py and
+# megatron/core/transformer/moe/fused_a2a.py look for packages that are not needed here. SGLang
+# brings some to a GPU machine. Only an ImportError counts as their absence, and CUDA packages also
+# raise others (a missing library, a version). wandb takes half a second to import.
 # Upstream: no report found.
-# Remove when both files catch every exception.
+# Remove when both files catch every exception, and nothing imports wandb before it is used.
 IMPORT_FIXES = (
     Substitution(
         name="packages that do not load",
         pattern=r"except ImportError:\n(    HAVE_(?:FLASHINFER|TORCH\w+|DEEP_EP|HYBRIDEP) = False)",
         replacement=r"except Exception:\n\1",
         counts={"inference.contexts.dynamic_context": 2, "transformer.moe.fused_a2a": 2},
+    ),
+    Substitution(
+        name="wandb",
+        pattern=r"(?m)^    import wandb\b(?! as)",
+        replacement="    raise ImportError",
+        counts={"inference.contexts.dynamic_context": 1, "timers": 1},
     ),
 )
 
@@ -149,14 +155,10 @@ def substitutions(
 
     `device`: the table of a device without CUDA, None with CUDA.
     """
-    table = IMPORT_FIXES if device is None else device
+    table = IMPORT_FIXES + (device or ())
     if not (transformer_engine or apex):
         table += TORCH_ADAMW_FIXES
     return table + CHECKPOINT_FIXES + GATHER_FIXES
-
-
-def _installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -202,7 +204,8 @@ def install(device: tuple[Substitution, ...] | None) -> None:
             "megatron.core was imported before areal_lite.megatron:"
             " import areal_lite.megatron first"
         )
-    packages = {name: _installed(name) for name in ("transformer_engine", "apex")}
+    find = importlib.util.find_spec
+    packages = {name: bool(find(name)) for name in ("transformer_engine", "apex")}
     sys.meta_path.insert(0, _Finder(substitutions(device, **packages)))
     if found := " and ".join(name for name, installed in packages.items() if installed):
         text = f"Megatron-core uses {found} here, with which areal_lite was not tested"
