@@ -1,12 +1,15 @@
 """The plugin changes SGLang's pauses, and nothing else."""
 
+import importlib.util
 import sys
 from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
+from areal_lite import sglang_plugins
 from areal_lite.cpu.sglang import BucketMemory
 from areal_lite.sglang_plugins import push as push_plugin
 
@@ -138,3 +141,41 @@ def test_a_hook_wants_the_parameters_that_it_knows(
     else:
         with pytest.raises(ValueError, match=r"has engine\.work .* install sglang==0\.5\.\d+$"):
             push_plugin.check_hooks()
+
+
+def registry_of_sglang() -> ModuleType:
+    """Import the module alone. SGLang takes many seconds."""
+    package = importlib.util.find_spec("sglang")
+    assert package is not None and package.submodule_search_locations
+    path = Path(package.submodule_search_locations[0]) / "srt/plugins/hook_registry.py"
+    spec = importlib.util.spec_from_file_location("hook_registry", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_modules_that_import_a_function_get_its_hook_and_no_search_is_for_methods(
+    monkeypatch,
+) -> None:
+    registry, engine, user = registry_of_sglang(), ModuleType("engine"), ModuleType("user")
+    searches, search = [], registry._propagate_patch
+    registry._propagate_patch = lambda *hook: searches.append(hook) or search(*hook)
+    plugins = SimpleNamespace(hook_registry=registry)
+    modules = {"sglang.srt.plugins": plugins, "megatron": None, "engine": engine, "user": user}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(sglang_plugins, "installed", False)
+    push_plugin.install()
+    engine.Engine = type("Engine", (), {"step": lambda self: "a step"})
+    engine.work = lambda: "work"
+    user.work = engine.work
+    registry.HookRegistry.reset()
+    for target in ("engine.Engine.step", "engine.work"):
+        registry.HookRegistry.register(
+            target, lambda original, *args: f"more than {original(*args)}", registry.HookType.AROUND
+        )
+    registry.HookRegistry.apply_hooks()
+    assert engine.Engine().step() == "more than a step"
+    assert engine.work() == user.work() == "more than work"
+    assert [owner for _, _, owner in searches] == [engine]
