@@ -14,12 +14,18 @@ if TYPE_CHECKING:
 
 PLATFORM = "areal_lite_cpu"
 """The entry of SGLang's platforms (pyproject.toml)."""
-# Large tensors on huge pages. Attention reads single slots all over the KV cache, and a step of
-# training writes to memory that the system has just given it. Pages of 4 KiB make both slower.
-_HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
-# With more threads than free cores, waiting threads would spin and take cores away from working
-# ones. A few turns, some microseconds, bridge the time between two operators.
-_PATIENCE = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000"}
+_COMMON = {
+    # Large tensors on huge pages. Attention reads single slots all over the KV cache, and a step of
+    # training writes to memory that the system has just given it. Pages of 4 KiB make both slower.
+    "THP_MEM_ALLOC_ENABLE": "1",
+    # With more threads than free cores, waiting threads would spin and take cores away from working
+    # ones. A few turns, some microseconds, bridge the time between two operators.
+    "OMP_WAIT_POLICY": "passive",
+    "GOMP_SPINCOUNT": "2000",
+    # On a CPU torch.compile costs more at the start than the few fused operations save later: a
+    # server would import the compiler for each function that SGLang decorates.
+    "TORCHDYNAMO_DISABLE": "1",
+}
 
 
 def rank_environment() -> dict[str, str]:
@@ -32,11 +38,8 @@ def rank_environment() -> dict[str, str]:
     return {
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
         "LRU_CACHE_CAPACITY": "64",
-        # On a CPU torch.compile costs more at the start than the few fused operations save later.
-        "TORCHDYNAMO_DISABLE": "1",
         "OPENBLAS_NUM_THREADS": "1",
-        **_PATIENCE,
-        **_HUGE_PAGES,
+        **_COMMON,
     }
 
 
@@ -73,13 +76,12 @@ def server_environment() -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",  # `server.device=cpu` holds on a machine with GPUs too
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        **_PATIENCE,
         # Products of each number of rows have a oneDNN primitive of 0.4 MB. 1,024 would be kept.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         "LRU_CACHE_CAPACITY": "256",
         # Of gated delta nets. SGLang's default is bfloat16.
         "SGLANG_MAMBA_CONV_DTYPE": "float32",
-        **_HUGE_PAGES,
+        **_COMMON,
     }
 
 
