@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -163,8 +164,9 @@ def settings(steps: int, lr: float = 0.001) -> str:
 
 
 def steps_of_run(folder: Path) -> int:
-    count = "sh -c 'cat /runs/second/metrics.jsonl 2> /dev/null | wc -l'"
-    return int(run(f"{COMPOSE} exec -T controller {count}", folder))
+    """Count the steps, also while a container starts again."""
+    metrics = f"{COMPOSE} cp controller:/runs/second/metrics.jsonl - 2> /dev/null"
+    return int(run(f"{metrics} | tar -xO 2> /dev/null | wc -l", folder))
 
 
 def await_steps(folder: Path, steps: int) -> None:
@@ -226,3 +228,32 @@ def test_roles_are_left_alone_killed_stopped_and_continued(engine: Path, tiny_mo
     run(f"{COMPOSE} cp trainer:/runs/. ended", engine)
     assert wrong_with(engine / "ended/second") == {}
     assert json.loads((engine / "ended/second/summary.json").read_text())["steps"] == reached + 4
+
+
+def lose(folder: Path, service: str) -> None:
+    """Kill the processes of a container from outside, as the kernel does without memory."""
+    number = containers(folder)[service][0]
+    os.kill(int(docker("inspect", "--format", "{{.State.Pid}}", number)), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_container_that_dies_is_started_again(engine: Path, tiny_model: str) -> None:
+    shutil.copytree(tiny_model, engine / "models/warm")
+    run("cp .env.example .env && chmod -R a+rX models", engine)
+    overrides = f"{settings(steps=400)} trainer.save_every=2"
+    set_variables(engine / ".env", OVERRIDES=overrides)
+    run(UP, engine, 2400)
+    for services in (["trainer"], ["controller"], ["servers"], ["trainer", "controller"]):
+        await_steps(engine, steps_of_run(engine) + 3)
+        for service in services:
+            lose(engine, service)
+    await_steps(engine, steps_of_run(engine) + 3)
+    restarts = {
+        service: int(docker("inspect", "--format", "{{.RestartCount}}", number))
+        for service, (number, *_) in containers(engine).items()
+    }
+    assert restarts == {"prepare": 0, "servers": 1, "controller": 2, "trainer": 2}
+    run(f"{COMPOSE} stop", engine, 400)
+    run(f"{COMPOSE} cp trainer:/runs/. stopped", engine)
+    assert wrong_with(engine / "stopped/second") == {}
