@@ -252,7 +252,7 @@ class WeightGroup:
             asked = [start_reaching(server, _GRACE_S) for server in self.servers]
             if self._given_up.is_set() or not all(call.result() for call in asked):
                 raise CollectiveError(GIVEN_UP)
-            time.sleep(0.01)
+            time.sleep(0.1)  # each question takes time from the loads
 
     def _wait_together(self, collective: Future, calls: list[Future], what: str) -> None:
         wait_together(collective, calls, self.servers, self._timeout_s, what, self.break_up)

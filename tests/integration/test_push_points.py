@@ -145,7 +145,12 @@ def points(transport: str, interrupt: str, kind: str, folder: Path) -> list[Poin
 LEAVE = "/destroy_weights_update_group"
 """The last request of a push to stale servers. One that refuses it has the weights and is well."""
 QUICK = tuple(fault for fault in FAULTS if fault != HANG)  # a hang costs the time-out
-CASES = [(transport, "in_place", "all", QUICK) for transport in TRANSPORTS]
+WHOLE = [transport for transport in TRANSPORTS if transport != "adapters"]
+CASES = [(transport, "in_place", "all", QUICK) for transport in WHOLE]
+CASES += [
+    ("adapters", "in_place", "all", (DIE,)),
+    pytest.param("adapters", "in_place", "all", QUICK, marks=pytest.mark.slow),
+]
 CASES += [
     pytest.param(transport, interrupt, kind, faults, marks=pytest.mark.slow)
     for transport in TRANSPORTS
