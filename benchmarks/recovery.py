@@ -1,6 +1,6 @@
 """Seconds to recover: how long a run takes to train on after each of twelve faults.
 
-    python -m benchmarks.recovery [--rounds 5] [--seed 1] [--name after]    # two cores
+    python -m benchmarks.recovery [--rounds 5] [--seed 1] [--name now]    # two cores
 
 One run of `areal-lite train`, with two real SGLang servers and a real Megatron trainer, has each
 fault once a round, in an order that the seed draws. Before a fault, the run makes ten steps with
@@ -273,12 +273,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--name", default="after", help="of the result in recovery.json")
+    parser.add_argument("--name", default="now", help="of the result in recovery.json")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "recovery")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
     load = os.getloadavg()[0]
-    options.work.mkdir(parents=True, exist_ok=True)
+    for folder in (options.work, options.out):
+        folder.mkdir(parents=True, exist_ok=True)
     model = warm_up(options.work, 1, MODEL, WARM_UP.split())
     folder = options.work / "run"
     shutil.rmtree(folder, ignore_errors=True)
