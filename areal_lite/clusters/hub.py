@@ -9,6 +9,7 @@ tells the whole story of the run. The hub ends when the run is complete and ever
 It may be started again at any time: it has no state but the files.
 """
 
+import argparse
 import logging
 import secrets
 import sys
@@ -45,8 +46,7 @@ class Hub:
         self._model = Path(load_config(run_dir).model)
         # The newest request of each machine with its answer, and when it came.
         self._answered: dict[bytes, tuple[int, bytes, float]] = {}
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.REP)
+        self._socket = zmq.Context.instance().socket(zmq.REP)
         self._socket.curve_secretkey = run_files.key_pair()[1]
         self._socket.curve_server = True
         self._socket.maxmsgsize = _MOST_BYTES
@@ -60,10 +60,6 @@ class Hub:
         while not self._is_over():
             if self._socket.poll(_POLL_MS):
                 self._socket.send(self._answer(self._socket.recv()))
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._context.destroy()
 
     def _is_over(self) -> bool:
         now = time.monotonic()
@@ -119,7 +115,7 @@ class Hub:
         return {
             run_files.MODEL + path.name: found
             for path in self._model.glob("[!.]*")
-            if (found := run_files.stamp(path.resolve()))  # a link in the cache of the hub
+            if (found := run_files.stamp(path.resolve()))  # a link, in a cache of Hugging Face
         }
 
     def _source(self, name: str) -> Path:
@@ -159,9 +155,14 @@ class Hub:
 def main() -> int:
     """Serve one run directory. Returns the exit status."""
     die_with_parent()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("run_dir")
+    parser.add_argument("port", type=int)
+    parser.add_argument("address", nargs="?", help="to listen on; this machine's own by default")
+    options = parser.parse_args()
 
     def work(run_dir: Path) -> None:
-        hub = Hub(run_dir, int(sys.argv[2]), *sys.argv[3:4])
+        hub = Hub(run_dir, options.port, options.address)
         log.info("%s is shared at %s", run_dir, hub.url)
         hub.serve()
 

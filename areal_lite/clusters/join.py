@@ -16,6 +16,7 @@ stored on both sides, so that it continues on another machine if this one is los
 * Nodes that train together need a common folder for checkpoints, and servers none.
 """
 
+import argparse
 import logging
 import os
 import secrets
@@ -45,14 +46,10 @@ _INTERVAL_S = {Part.STATE: 0.25, Part.RECORDS: 1.0}
 _ASK_AGAIN_S = 10.0
 _POLL_S = 0.2
 _LAST_WORDS_S = 600.0
-_ALONE = {
-    "disk": "writes weights to a folder that servers read",
-    "memory": "shares memory with the servers",
-}
 
 
 class HubRefused(RuntimeError):
-    """The hub cannot do what was asked. The message says why."""
+    """The hub cannot do a request. The message says why."""
 
 
 class HubClient:
@@ -230,7 +227,7 @@ def keep(looker: Mirror | LogLines, ended: threading.Event) -> None:
 
 
 def settle(looker: Mirror | LogLines, patience_s: float = 0.0) -> None:
-    """Look until both sides are equal. Raises what is left of HubRefused and TimeoutError."""
+    """Look until both sides are equal. Raises an error of the hub that lasts for `patience_s`."""
     looker.hub.give_up_at = time.monotonic() + patience_s if patience_s else float("inf")
     while True:
         try:
@@ -295,10 +292,10 @@ def open_folder(hub: HubClient, folder: Path) -> None:
 
 def check(config: TrainConfig) -> None:
     """Refuse transports that need a machine in common. Raises ValueError."""
-    if why := _ALONE.get(config.sync.transport):
+    if (transport := config.sync.transport) in ("disk", "memory"):
         raise ValueError(
-            f"sync.transport={config.sync.transport} {why}, which are on other machines: prepare "
-            "the run with sync.transport=distributed"
+            f"sync.transport={transport} needs trainer and servers on one machine: prepare the run "
+            "with sync.transport=distributed"
         )
 
 
@@ -337,16 +334,18 @@ def stop(child: subprocess.Popen, trains_in: Path | None) -> None:
 
 def main() -> int:
     """Join a run. Returns the exit status."""
-    usage = f"usage: {Path(sys.argv[0]).stem} FOLDER HOST:PORT servers FIRST COUNT | trainer …"
-    if len(sys.argv) < 4 or sys.argv[3] not in ("servers", "trainer"):
-        print(usage, file=sys.stderr)
-        return 2
-    address, role, *arguments = sys.argv[2:]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder")
+    parser.add_argument("hub", metavar="HOST:PORT")
+    parser.add_argument("role", choices=("servers", "trainer"))
+    parser.add_argument("arguments", nargs="...", help="FIRST COUNT, or options of torchrun")
+    options = parser.parse_args()
+    numbers = len(options.arguments) == 2 and all(map(str.isdecimal, options.arguments))
+    if options.role == "servers" and not numbers:
+        parser.error("servers: give the number of the first one, and how many")
     return run_role(
-        lambda folder: sys.exit(join(address, folder, role, arguments)),
-        ValueError,
-        HubRefused,
-        OSError,
+        lambda folder: sys.exit(join(options.hub, folder, options.role, options.arguments)),
+        *(ValueError, HubRefused, OSError, zmq.ZMQError),
     )
 
 

@@ -11,8 +11,8 @@
     Leave()                             Done; this machine needs no more
 
 Each reply is a `Reply`, perhaps with an error. A client that hears nothing asks again, and the hub
-does a repeated request once. Connections are encrypted (CurveZMQ) by a key that all
-machines of the run share in the environment: the hub hears nothing of clients without it.
+does a repeated request once. Connections are encrypted (CurveZMQ) by a key that all machines of the
+run share in the environment: the hub hears nothing of clients without it.
 
 *State* is small and passes: addresses of processes, the request to stop, the end. *Records* are
 what a trainer writes and a later one continues from: metrics, checkpoints.
@@ -76,7 +76,7 @@ Files = dict[str, Stamp]
 
 
 class Part(StrEnum):
-    """What a machine may ask for as a whole."""
+    """A part of a run whose files a machine may list."""
 
     STATE = "state"
     RECORDS = "records"

@@ -27,8 +27,7 @@ _SERVER_WATCHDOG_S = 300.0
 CLIPPED_LOSSES = ("ppo", "gspo", "cispo")
 _MAX_STOP_CHARACTERS = 1000
 _LEAST_TEMPERATURE = 0.001  # the trainer divides by it
-# Lag, in training steps, from which the learning rate of fresh data was too large.
-_SMALLER_LR_FROM = 32
+_SMALLER_LR_FROM = 32  # lag, in steps, from which the learning rate of fresh data was too large
 
 
 def check_rules(config: Any) -> None:

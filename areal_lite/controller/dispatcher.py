@@ -111,8 +111,7 @@ async def first_reason(config: TrainConfig, group: Group, source: Source) -> str
     return None
 
 
-# Groups that start in one turn of the event loop. A new version may admit hundreds.
-_STARTS_AT_ONCE = 4
+_STARTS_AT_ONCE = 4  # groups in one turn of the event loop: a new version may admit hundreds
 
 # Consecutive filtered groups that are always allowed: a run in which one group in a hundred is
 # useful continues.

@@ -191,11 +191,9 @@ log = logging.getLogger(__name__)
 
 _LINGER_MS = 5000
 
-# A request has less than 1 kB. Replies have no limit.
-_MAX_REQUEST_BYTES = 1 << 20
+_MAX_REQUEST_BYTES = 1 << 20  # a request has less than 1 kB, and replies have no limit
 _MAX_WAITING_REQUESTS = 1000
-# The newest reply to so many clients is kept: more than a trainer has ranks.
-_MAX_CLIENTS = 4096
+_MAX_CLIENTS = 4096  # whose newest reply is kept: more than a trainer has ranks
 # A connection without the key ends after this time, so that no client can use up the descriptors.
 _HANDSHAKE_MS = 5000
 

@@ -32,8 +32,7 @@ from areal_lite.workers.pool import TaskFailed
 
 log = logging.getLogger(__name__)
 _MOST_HAZARDS, _MOST_LOST = 2, 3  # as in Quarantine
-# An episode that takes longer is named while it lasts.
-_NAMED_AFTER_S = 30.0
+_NAMED_AFTER_S = 30.0  # an episode that takes longer is named while it lasts
 
 
 @dataclass(slots=True)

@@ -122,7 +122,7 @@ def objective_lines(config: TrainConfig) -> list[str]:
         lines += [f"reward{of}: {own.reward.function}", f"workflow{of}: {own.rollout.workflow}"]
     recomputed = algo.decoupled and algo.prox != "loglinear"
     is_idle = algo.loss in CLIPPED_LOSSES and recomputed and config.trainer.minibatches == 1
-    return lines + [_IDLE_CLIP] * is_idle
+    return lines + ([_IDLE_CLIP] if is_idle else [])
 
 
 def prompt_lines(config: TrainConfig) -> list[str]:

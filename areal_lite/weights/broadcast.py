@@ -92,14 +92,17 @@ def pack_adapters(
         yield FlatBucket({"names": [], "dtypes": [], "shapes": []}, torch.empty(0), AHEAD)
 
 
+Pack = Callable[[Iterable[Bucket], PushRecipients, bool], Iterable[FlatBucket]]
+"""Makes what is broadcast to recipients; the flag is `apart` of a transfer."""
+
+
 class Broadcast:
     """The transport over a process group, by torch's `backend`.
 
-    `pack` makes FlatBuckets of buckets, recipients, and whether these are apart.
     Its WeightGroup is made anew when its servers change. Its calls raise as that does.
     """
 
-    def __init__(self, config: TrainConfig, backend: str, pack: Callable | None = None):
+    def __init__(self, config: TrainConfig, backend: str, pack: Pack | None = None):
         self._config = config
         self._backend = backend
         self._pack = pack or (lambda buckets, *_: map(flatten, buckets))
@@ -117,7 +120,7 @@ class Broadcast:
     def _broadcast(
         self, recipients: PushRecipients, packed: Iterable[FlatBucket], pause: Pause
     ) -> None:
-        rest = (bucket for bucket in packed if not self._send_ahead(bucket, recipients))
+        rest = self._send_ahead(packed, recipients)
         stream: Iterator[tuple[Any, Any]] = pairwise(chain(rest, [None]))
         first = next(stream)  # gathered and flattened before the pause
         with pause(recipients) as window:
@@ -140,11 +143,13 @@ class Broadcast:
                 sending.result()
             recipients.post("/end_weight_update", {})
 
-    def _send_ahead(self, bucket: FlatBucket, recipients: PushRecipients) -> bool:
-        """Send a bucket that need not wait for the pause. Return whether it is one."""
-        if bucket.ahead:
-            recipients.run_together(partial(self.send, bucket, version=None, flush_cache=False))
-        return bucket.ahead
+    def _send_ahead(self, packed: Iterable[FlatBucket], to: PushRecipients) -> Iterator[FlatBucket]:
+        """Send the buckets that come before the pause, and yield the others."""
+        for bucket in packed:
+            if bucket.ahead:
+                to.run_together(partial(self.send, bucket, version=None, flush_cache=False))
+            else:
+                yield bucket
 
     def close(self, servers: list[ServerInfo]) -> None:
         # A group that torch destroys at the end would wait for its servers.

@@ -10,7 +10,7 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from areal_lite.clusters import run_files
+from areal_lite.clusters import hub, join, run_files
 from areal_lite.clusters.hub import Hub
 from areal_lite.clusters.join import (
     HubClient,
@@ -57,7 +57,7 @@ class Served:
         (self.run_dir / TOTALS_FILE).touch()
         self.hub._answered.clear()
         self.thread.join(10)
-        self.hub.close()
+        self.hub._socket.close()
 
 
 @pytest.fixture(autouse=True)
@@ -266,7 +266,7 @@ def test_no_other_file_is_read_or_written(served, tmp_path, name: str) -> None:
         with pytest.raises(HubRefused):
             client.ask(request)
     assert (tmp_path / "x").read_text() == "not the run's"
-    assert Part.STATE and served.client().ask(Look(Part.STATE), run_files.Files)
+    assert "config.yaml" in client.ask(Look(Part.STATE), run_files.Files)
 
 
 def test_a_log_is_only_a_log(served, tmp_path) -> None:
@@ -329,3 +329,15 @@ def test_a_full_disk_at_the_hub_delays_a_file(served, tmp_path, monkeypatch) -> 
     monkeypatch.setattr(run_files, "write", real)
     settle(mirror)
     assert contents(served.run_dir) == {"profile/x": b"1"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["hub"], ["hub", "run", "x"], ["join", "here", "a:1"], ["join", "here", "a:1", "controller"]]
+    + [["join", "here", "a:1", "servers", "0"], ["join", "here", "a:1", "servers", "0", "all"]],
+)
+def test_wrong_words_are_refused_before_anything_starts(words, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit) as ended:
+        {"hub": hub, "join": join}[words[0]].main()
+    assert ended.value.code == 2 and "usage: " in capsys.readouterr().err
