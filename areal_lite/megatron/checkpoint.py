@@ -1,10 +1,8 @@
 """The trainer's checkpoints, in Megatron's distributed format `fully_reshardable`.
 
-Any parallel sizes can load one, but a run with expert parallelism cannot load that of a run without
-it, nor the reverse: experts then have an optimizer of their own. It holds, for each of its parts
-(the policy, and the critic if there is one), the parameters that are trained, float32 master
-weights, Adam moments, and the positions of optimizer and schedule; and torch's random state and the
-caller's `extra`. Invariants:
+Any parallel sizes can load one. It holds, for each of its parts (the policy, and the critic if
+there is one), the parameters that are trained, float32 master weights, Adam moments, and the
+positions of optimizer and schedule; and torch's random state and the caller's `extra`. Invariants:
 
 * A folder has its final name only when every rank's part is in it and on disk. An interrupted save
   leaves a hidden folder, never a bad checkpoint.
@@ -38,6 +36,8 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -55,7 +55,8 @@ from areal_lite.run_dir.resume import checkpoint_steps, checksum, latest_checkpo
 from areal_lite.system.files import publish_folder, reading, remove_unread, scratch_folder
 from areal_lite.system.processes import environment
 
-FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
+# Ranks that share experts have an optimizer of their own for them. It adds nothing to names.
+FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 class PendingCheckpoint:
@@ -170,7 +171,9 @@ def load_checkpoint(folder: Path, parts: Mapping[str, TrainableModel]) -> dict[s
         state: Any = dist_checkpointing.load(sharded_state(parts, is_loading=True), str(folder))
     for name, part in parts.items():
         part.model.load_state_dict(state[name]["model"])
-        _load_optimizer(part.optimizer, state[name]["optimizer"])
+        part.optimizer.load_state_dict(state[name]["optimizer"])
+        for moments in _moments(part.optimizer):
+            moments["step"] = torch.full_like(moments["step"], state[name]["updates"])
         part.scheduler.num_steps = 0  # loading adds the position to it
         part.scheduler.load_state_dict(state[name]["scheduler"])
     torch.set_rng_state(state["random"])
@@ -234,11 +237,7 @@ def _host_copy(request: AsyncRequest, parts: Mapping[str, TrainableModel]) -> li
             part.model.parameters(),
             part.model.buffers(),
             *(one.get_parameters() for one in part.optimizer.chained_optimizers),
-            *(
-                state.values()
-                for one in part.optimizer.chained_optimizers
-                for state in one.optimizer.state.values()
-            ),
+            *(state.values() for state in _moments(part.optimizer)),
         )
     }
 
@@ -290,11 +289,13 @@ def sharded_state(parts: Mapping[str, TrainableModel], is_loading: bool) -> dict
     for name, part in parts.items():
         _make_moments(part.optimizer)
         model = part.model.sharded_state_dict(metadata=sharding)
+        optimizer = part.optimizer.sharded_state_dict(
+            model, is_loading=is_loading, metadata=sharding
+        )
         state[name] = {
             "model": model,
-            "optimizer": part.optimizer.sharded_state_dict(
-                model, is_loading=is_loading, metadata=sharding
-            ),
+            "optimizer": _tensors_alone(optimizer),
+            "updates": next((int(each["step"]) for each in _moments(part.optimizer)), 0),
             "optimizer_name": part.config.optimizer,
             "lora": asdict(part.config.lora) if part.config.lora.rank else None,
             "scheduler": part.scheduler.state_dict(),
@@ -312,6 +313,26 @@ def _make_moments(optimizer: Any) -> None:
                 moments.setdefault("step", parameter.new_zeros(()))
 
 
+def _moments(optimizer: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the moments of each parameter of this rank, with the `step` of its last update."""
+    for one in optimizer.chained_optimizers:
+        yield from (state for state in one.optimizer.state.values() if "step" in state)
+
+
+def _tensors_alone(state: Any) -> Any:
+    """Let only the tensors of a state be saved and loaded: all else stays as configured."""
+    parts = nested_values(state) if isinstance(state, dict | list) else [state]
+    if not any(isinstance(part, ShardedBase) for part in parts):
+        return LocalNonpersistentObject(dict_list_map_outplace(_unwrapped, state))
+    if isinstance(state, dict):
+        return {key: _tensors_alone(value) for key, value in state.items()}
+    return state
+
+
+def _unwrapped(value: Any) -> Any:
+    return value.unwrap() if isinstance(value, LocalNonpersistentObject) else value
+
+
 def check_state(folder: Path, common: dict[str, Any], parts: Mapping[str, TrainableModel]) -> None:
     """Raise ValueError if `common`, a checkpoint's state without tensors, is not of these parts."""
     if missing := parts.keys() - common.keys():
@@ -327,17 +348,6 @@ def check_state(folder: Path, common: dict[str, Any], parts: Mapping[str, Traina
                     f"{wrote[key] or 'off'} and cannot be continued with {has[key] or 'off'}: set "
                     "the same, or start a new run from the checkpoint's weights (areal-lite export)"
                 )
-
-
-def _load_optimizer(optimizer: Any, state: Any) -> None:
-    """Load the optimizer's state; rates, betas and decay stay as this run configures them."""
-    settings = [
-        {key: value for key, value in group.items() if key not in ("params", "step")}
-        for group in optimizer.param_groups
-    ]
-    optimizer.load_state_dict(state)
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
 
 
 _METADATA_FILE = ".metadata"

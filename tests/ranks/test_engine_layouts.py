@@ -25,7 +25,7 @@ from tests.ranks.test_engine import (
 )
 
 WORKER = Path(__file__).with_name("layout_worker.py")
-# name -> (model, layout); a name's first word is unique.
+# name -> (model, layout)
 TWO = {
     "sequence": (
         "qwen3_tied",
@@ -34,6 +34,7 @@ TWO = {
     "interleaved": ("qwen3_tied", dict(pipeline_parallel=2, virtual_pipeline=2)),
     "context": ("qwen3_tied", dict(context_parallel=2)),
     "experts": ("moe_untied", dict(data_parallel=2, expert_parallel=2)),
+    "whole_experts": ("moe_untied", dict(tensor_parallel=2)),
 }
 MORE_OF_TWO = {
     "pipeline": ("qwen2_untied", dict(pipeline_parallel=2, recompute="full")),
@@ -55,6 +56,7 @@ FOUR = {
     ),
     "context4": ("qwen3_tied", dict(context_parallel=4)),
     "data_pipeline": ("qwen3_tied", dict(data_parallel=2, pipeline_parallel=2)),
+    "whole_experts_pipeline": ("moe_untied", dict(data_parallel=2, pipeline_parallel=2)),
     "tensor_experts": (
         "moe_untied",
         dict(tensor_parallel=2, data_parallel=2, expert_parallel=2),
@@ -77,7 +79,9 @@ CRITICS = (
 # layout -> the earlier layout whose checkpoint it loads, with the same model.
 RESUMES = {
     "interleaved": "sequence",
+    "whole_experts": "experts",
     "tensor_context": "tensor_pipeline",
+    "tensor_experts": "whole_experts_pipeline",
     "experts_pipeline": "tensor_experts",
 }
 

@@ -204,11 +204,9 @@ def results(folder):
     def run(layout: str, alike: bool) -> list[dict]:
         names = tuple(name for name in families(layout) if alike == (name in ALIKE))
         models = {name: str(folder / name) for name in names}
-        # Checkpoints of spread experts have an optimizer of their own.
-        saved = "checkpoints" + "_of_experts" * ("expert_parallel" in LAYOUTS[layout])
         lora = [name for name in names if name not in UNADAPTED and layout in ADAPTED]
         muon = [name for name in ORTHOGONAL if name in names]
-        options = {"saved": str(folder / saved), "lora": lora, "muon": muon}
+        options = {"saved": str(folder / "checkpoints"), "lora": lora, "muon": muon}
         out = folder / place(layout, names[0])
         return launch(LAYOUTS[layout], models, names, out, **options)
 
