@@ -31,11 +31,11 @@ only, as many as keep the trainer from waiting. During step s, groups start whil
 
 At the end of the next step G groups are not used yet, of which r still run. The trainer does not
 wait if the other G - r are a batch, so G must be B + r. (With a rate of B groups per step, r is the
-rate times the latency that the step does not hide: Little's law.) r is learned. A larger one counts
-at once, and a smaller one by degrees, because a wait costs more than a step of staleness; after a
-wait it does not count, because groups caught up meanwhile. If the servers are the slower side, then
-less than a batch has finished, B + r > G, and G grows by what was missing until eta decides, as
-without. G is B at first, and eta * B if eta < 1.
+rate times the latency that the step does not hide: Little's law.) r is learned, up to what eta
+allows. A larger one counts at once, and a smaller one by degrees, because a wait costs more than a
+step of staleness; after a wait it does not count, because groups caught up meanwhile. If the
+servers are the slower side, then less than a batch has finished, B + r > G, and G grows by what was
+missing until eta decides, as without. G is B at first, and eta * B if eta < 1.
 
 It only lowers the limit above, so no bound changes. The present batch is always within it, so the
 trainer waits for groups that were admitted. With a window, G is eta * B: a batch may wait for one
@@ -172,11 +172,13 @@ class AdmissionGate:
     def on_step(self, step: int) -> None:
         """Record that `step` steps are complete."""
         assert step >= self.step, f"completed steps went back from {self.step} to {step}"
-        if step > self.step:
-            if self.running > self.late:
-                self.late = self.running
+        if step > self.step and self.max_staleness:
+            # More would start no group earlier, and take steps to forget.
+            late = min(self.running, (self.max_staleness - 1) * self.batch_groups)
+            if late > self.late:
+                self.late = late
             elif not self.awaited:
-                self.late += (self.running - self.late) / _FORGETS
+                self.late += (late - self.late) / _FORGETS
         self.step, self.awaited = step, self.accepted < (step + 1) * self.batch_groups
 
     def on_version(self, version: int) -> None:

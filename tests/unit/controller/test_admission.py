@@ -253,3 +253,19 @@ def test_where_servers_are_slower_a_fresh_gate_becomes_an_eager_one() -> None:
                 gate.on_accepted()
     assert gates[0].lead == gates[1].lead == 32
     assert gates[0].running == gates[1].running
+
+
+def test_a_fresh_gate_forgets_from_its_bound_on_when_servers_are_fast_again() -> None:
+    """31 of 32 groups are late, and 16 from now on: the lead is below its bound a few steps on."""
+    gate = AdmissionGate(max_staleness=4, batch_groups=8, fresh=True)
+    leads = []
+    for step in range(1, 8):
+        while gate.can_admit():
+            gate.on_admitted()
+        while gate.running > (31 if step < 4 else 16):
+            gate.on_accepted()
+        gate.on_version(step)
+        while gate.waiting < 8:  # the trainer waits for its batch
+            gate.on_accepted()
+        leads.append(gate.lead)
+    assert leads[2] == 32 and leads[-1] < 32
