@@ -23,6 +23,8 @@ from tests.ranks.checkpoint_worker import measured
 from tests.ranks.engine_worker import load, random_batch, save
 
 VOCAB = 97
+BUDGET = 96  # tokens of a microbatch: two make a batch
+UPDATES = 2
 # The large epsilon keeps Adam from blowing up rounding errors of gradients that are almost zero.
 SETTINGS = dict(
     steps=4,
@@ -62,7 +64,7 @@ def update(engine: Policy, step: int) -> dict[str, float]:
     def loss(logprobs, entropy, microbatch):
         return -logprobs.sum() / len(whole.tokens), {}
 
-    return engine.update(make_microbatches(batch, 64), loss)
+    return engine.update(make_microbatches(batch, BUDGET), loss)
 
 
 def adapted(settings: TrainerConfig, folder: str, out: Path) -> dict:
@@ -73,11 +75,11 @@ def adapted(settings: TrainerConfig, folder: str, out: Path) -> dict:
     engine = Policy(replace(settings, lora=lora), folder, seed=1)
     for step in range(2):
         update(engine, step)
-    batch = random_batch(12, VOCAB, seed=101)
+    batch = random_batch(8, VOCAB, seed=101)
     engine.export_hf(out)
     assert engine.adapters is not None
     pushed = [(n, x.clone()) for bucket in engine.adapters.buckets(1 << 30) for n, x in bucket]
-    return {"adapted": engine.logprobs(make_microbatches(batch, 64)), "adapters": dict(pushed)}
+    return {"adapted": engine.logprobs(make_microbatches(batch, BUDGET)), "adapters": dict(pushed)}
 
 
 def orthogonalized(settings: TrainerConfig, folder: str, out: Path) -> int:
@@ -101,7 +103,7 @@ def run(job: dict) -> dict:
     results = {}
     for name, folder in job["models"].items():
         engine = Policy(settings, folder, seed=1)
-        logprobs = engine.logprobs(make_microbatches(random_batch(12, VOCAB, seed=100), 64))
+        logprobs = engine.logprobs(make_microbatches(random_batch(8, VOCAB, seed=100), BUDGET))
         buckets = [
             {n: t.nbytes for n, t in bucket}
             for bucket in engine.weights.buckets(job["bucket_bytes"])
@@ -111,17 +113,17 @@ def run(job: dict) -> dict:
         if name in job["updated"]:
             results[name]["metrics"] = [update(engine, 0)]
             results[name]["gradients"] = dict(gradients(engine))
-            results[name]["metrics"] += [update(engine, step) for step in (1, 2)]
+            results[name]["metrics"] += [update(engine, step) for step in range(1, UPDATES)]
             engine.export_hf(out / f"{name}_updated")
-            batch = random_batch(12, VOCAB, seed=101)
-            results[name]["updated"] = engine.logprobs(make_microbatches(batch, 64))
+            batch = random_batch(8, VOCAB, seed=101)
+            results[name]["updated"] = engine.logprobs(make_microbatches(batch, BUDGET))
         if checkpoint := job.get("saved"):
-            batch = random_batch(12, VOCAB, seed=101)
+            batch = random_batch(8, VOCAB, seed=101)
             if not (where := Path(checkpoint, name)).exists():
                 save(engine, where)
             loaded = Policy(settings, folder, seed=1)
             load(loaded, where)
-            results[name]["loaded"] = loaded.logprobs(make_microbatches(batch, 64))
+            results[name]["loaded"] = loaded.logprobs(make_microbatches(batch, BUDGET))
         if name in job.get("muon", ()):
             moments = orthogonalized(settings, folder, out / f"{name}_muon")
             results[name]["moments"] = moments

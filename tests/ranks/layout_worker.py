@@ -21,7 +21,7 @@ from areal_lite.megatron.reference import Reference
 from areal_lite.train_batch import TrainBatch
 from tests.ranks.engine_worker import SETTINGS, TEMPERATURE, load, random_batch, save
 
-UPDATES, CRITIC_UPDATES, RESUMED_UPDATES = 10, 4, 2
+UPDATES, CRITIC_UPDATES, RESUMED_UPDATES = 6, 3, 2
 CRITIC = {"lr": 3e-3, "clip_grad": 2.0}
 
 
@@ -38,7 +38,7 @@ def shard(model: ParallelModel, step: int) -> tuple[int, TrainBatch, list[Microb
     """
     whole, rank = random_batch(12, 98, seed=step), model.dp_group.rank()
     batch = whole.select(range(rank, whole.num_sequences, model.dp_group.size()))
-    return len(whole.tokens), batch, make_microbatches(batch, 48 * (1 + 2 * rank))
+    return len(whole.tokens), batch, make_microbatches(batch, 72 * (1 + rank))
 
 
 class Case:
@@ -47,7 +47,7 @@ class Case:
     def __init__(self, config: TrainerConfig, path: str, out: Path):
         self.config, self.path, self.out = config, path, out
         self.batch = random_batch(16, 98, seed=100)
-        self.microbatches = make_microbatches(self.batch, 64)
+        self.microbatches = make_microbatches(self.batch, 128)
 
     def policy(self) -> dict:
         engine = Policy(self.config, self.path, seed=1)

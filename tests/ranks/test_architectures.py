@@ -18,7 +18,7 @@ from areal_lite.config import ServerConfig, TrainerConfig
 from areal_lite.launch.server_pool import ServerProcess
 from areal_lite.megatron.hf import weight_files
 from areal_lite.system.network import free_port
-from tests.ranks.architectures_worker import SETTINGS, VOCAB
+from tests.ranks.architectures_worker import SETTINGS, UPDATES, VOCAB
 from tests.ranks.engine_worker import random_batch
 from tests.ranks.processes import run_ranks
 
@@ -191,7 +191,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 def test_logprobs_match_transformers(results, folder, run, name):
     model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
     with torch.no_grad():
-        expected = reference_logprobs(model, random_batch(12, VOCAB, seed=100))
+        expected = reference_logprobs(model, random_batch(8, VOCAB, seed=100))
     for rank in results(run):
         assert (rank[name]["logprobs"] - expected).abs().max() <= 5e-6
 
@@ -237,7 +237,7 @@ def test_updates_match_adamw_on_transformers(results, folder, tmp_path, run, nam
         weight_decay=0.0,
     )
     got = [rank[name]["metrics"] for rank in results(run)]
-    for step in range(3):
+    for step in range(UPDATES):
         batch = random_batch(8, VOCAB, seed=step)
         loss = -reference_logprobs(model, batch).sum() / len(batch.tokens)
         optimizer.zero_grad()

@@ -15,7 +15,7 @@ from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 from areal_lite.config import TrainerConfig
 from areal_lite.tools.memory import activation_bytes_per_token, rank_memory, rank_parameters
-from tests.ranks.architectures_worker import SETTINGS, VOCAB
+from tests.ranks.architectures_worker import SETTINGS, UPDATES, VOCAB
 from tests.ranks.engine_worker import random_batch
 from tests.ranks.test_architectures import (
     EXPERTS,
@@ -237,7 +237,7 @@ def reference(folder: Path) -> torch.nn.Module:
 
 def logprobs(model: torch.nn.Module, seed: int) -> torch.Tensor:
     with torch.no_grad():
-        return reference_logprobs(model, random_batch(12, VOCAB, seed=seed))
+        return reference_logprobs(model, random_batch(8, VOCAB, seed=seed))
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -267,7 +267,7 @@ def test_a_family_computes_and_trains_as_transformers_do(results, folder, tmp_pa
     betas = (0.9, SETTINGS["adam_beta2"])
     options = {"lr": SETTINGS["lr"], "eps": SETTINGS["adam_eps"], "weight_decay": 0.0}
     optimizer = torch.optim.AdamW(model.parameters(), betas=betas, **options)
-    for step in range(3):
+    for step in range(UPDATES):
         batch = random_batch(8, VOCAB, seed=step)
         loss = -reference_logprobs(model, batch).sum() / len(batch.tokens)
         optimizer.zero_grad()
