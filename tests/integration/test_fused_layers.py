@@ -44,8 +44,8 @@ MODELS = {
 NUM = 40
 
 
-def make_model(name: str, folder: Path) -> str:
-    torch.manual_seed(0)
+def make_model(name: str, folder: Path, seed: int) -> str:
+    torch.manual_seed(seed)
     kind, config = MODELS[name]
     model = kind(config).float()
     for key, parameter in model.named_parameters():
@@ -59,17 +59,24 @@ def prompt(number: int) -> np.ndarray:
     return np.random.default_rng(number).integers(2, 90, 1 + 5 * number).astype(np.int32)
 
 
-async def completions(server: ServerProcess) -> list[GenerationChunk]:
-    """Sample after each prompt, all at once."""
+async def completions(server: ServerProcess, *models: str) -> list[list[GenerationChunk]]:
+    """Sample after each prompt, all at once, from each model: the first is the server's."""
     await server.wait_ready()
+    found = []
     async with SGLangClient(60) as client:
         params = [SamplingParams(20 + 2 * i, 1.0, (1,)) for i in range(NUM)]
-        return await asyncio.gather(
-            *(
-                client.generate(server.info, prompt(i), params[i], f"r{i}", "key")
-                for i in range(NUM)
-            )
-        )
+        for number, model in enumerate(models):
+            if number:
+                await client.post(server.info, "/update_weights_from_disk", {"model_path": model})
+            found += [
+                await asyncio.gather(
+                    *(
+                        client.generate(server.info, prompt(i), params[i], f"r{number}-{i}", "key")
+                        for i in range(NUM)
+                    )
+                )
+            ]
+    return found
 
 
 @pytest.mark.timeout(300)
@@ -83,12 +90,12 @@ async def completions(server: ServerProcess) -> list[GenerationChunk]:
     ],
 )
 def test_logprobs_are_those_of_transformers(tmp_path, name, dtype, threads, whose, tolerance):
-    model = make_model(name, tmp_path / "model")
+    models = [make_model(name, tmp_path / f"model-{seed}", seed) for seed in (0, 1)]
     config = ServerConfig(device="cpu", args={"dtype": dtype})
     log = tmp_path / "server.log"
     server = ServerProcess(
         config,
-        model,
+        models[0],
         name="s",
         port=free_port(),
         seed=1,
@@ -97,17 +104,23 @@ def test_logprobs_are_those_of_transformers(tmp_path, name, dtype, threads, whos
     )
     try:
         server.start()
-        chunks = asyncio.run(completions(server))
+        found = asyncio.run(completions(server, *models))
     finally:
         server.stop()
     assert f"runs with {whose} layers" in log.read_text()
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
-    for i, chunk in enumerate(chunks):
-        tokens = torch.tensor(np.concatenate([prompt(i), chunk.tokens]))
-        with torch.no_grad():
-            logprobs = reference(tokens[None]).logits[0, :-1].log_softmax(-1)
-        expected = logprobs[-len(chunk.tokens) :].gather(
-            1, torch.tensor(chunk.tokens)[:, None].long()
-        )
-        found = torch.tensor(chunk.logprobs).double()
-        torch.testing.assert_close(found, expected[:, 0], atol=tolerance, rtol=0)
+    for model, chunks in zip(models, found, strict=True):
+        reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+        for i, chunk in enumerate(chunks):
+            check_logprobs(reference, prompt(i), chunk, tolerance)
+
+
+@torch.no_grad()
+def check_logprobs(
+    reference: torch.nn.Module, prompt: np.ndarray, chunk: GenerationChunk, tolerance: float
+) -> None:
+    tokens = torch.tensor(np.concatenate([prompt, chunk.tokens]))
+    logprobs = reference(tokens[None]).logits[0, :-1].log_softmax(-1)
+    sampled = torch.tensor(chunk.tokens)[:, None].long()
+    expected = logprobs[-len(chunk.tokens) :].gather(1, sampled)
+    found = torch.tensor(chunk.logprobs).double()
+    torch.testing.assert_close(found, expected[:, 0], atol=tolerance, rtol=0)

@@ -24,6 +24,7 @@ from typing import Any
 
 _DENSE_MODELS = ("llama.LlamaModel", "qwen2.Qwen2Model", "qwen3.Qwen3Model")
 _MOE = "qwen3_moe.Qwen3MoeModel"
+_UPDATES = [f"update_weights_from_{source}" for source in ("disk", "distributed", "ipc", "tensor")]
 
 
 def activate() -> str | None:
@@ -41,6 +42,7 @@ def activate() -> str | None:
 
     after, around, replace = HookType.AFTER, HookType.AROUND, HookType.REPLACE
     runner = "model_executor.model_runner.ModelRunner"
+    updater = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     for target, hook, kind in (
         ("entrypoints.engine._set_envs_and_config", _fork_workers, after),
         ("managers.scheduler.Scheduler._should_defer_prefill", _defer_while_decoding, around),
@@ -48,6 +50,7 @@ def activate() -> str | None:
         *((f"models.{model}.__init__", _set_windows, after) for model in (*_DENSE_MODELS, _MOE)),
         *((target, hook, around) for target, hook in families.hooks()),
         ("layers.logits_processor.LogitsProcessor._compute_lm_head", _lm_head, around),
+        *((f"{updater}.{update}", _forget_packed, around) for update in _UPDATES),
         ("layers.sampler.sampling_from_probs_torch", _draw, around),
         (f"{runner}.maybe_enable_batch_invariant_mode", _make_invariant, replace),
         ("layers.sampler.multinomial_with_seed", multinomial_with_seed, replace),
@@ -99,6 +102,12 @@ def _lm_head(*args: Any, **named: Any) -> Any:
     from areal_lite.cpu.sglang import decoder
 
     return decoder.lm_head(*args, **named)
+
+
+def _forget_packed(*args: Any, **named: Any) -> Any:
+    from areal_lite.cpu.sglang import decoder
+
+    return decoder.forget_packed(*args, **named)
 
 
 def _draw(*args: Any, **named: Any) -> Any:

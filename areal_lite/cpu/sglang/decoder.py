@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from areal_lite.cpu.kernels import norms
 from areal_lite.cpu.kernels.paged_attention import place_heads
-from areal_lite.cpu.kernels.products import linear
+from areal_lite.cpu.kernels.products import PackedWeights
 from areal_lite.cpu.sglang.attention import PagedCpuAttention, is_plain_attention
 from areal_lite.cpu.sglang.operators import is_plain_rotation
 
@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 # oneDNN compiles a kernel for each number of rows, in up to half a millisecond.
 _MOST_EXACT_ROWS = 16
+packed = PackedWeights()
+"""Of the model. What changes its weights clears it (`forget_packed`)."""
 _known: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
@@ -95,7 +97,15 @@ def lm_head(
         or weight.dtype != torch.float32
     ):
         return original(processor, hidden, head, embedding_bias, **out)
-    return linear(hidden, weight)
+    return packed.linear(hidden, weight)
+
+
+def forget_packed(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Let SGLang change weights, whose packed copies are then wrong."""
+    try:
+        return original(*args, **named)
+    finally:
+        packed.clear()
 
 
 def _run(
@@ -117,17 +127,17 @@ def _run(
         attention, mlp = layer.self_attn, layer.mlp
         keys, values = backend.cache(attention.attn)
         _add_and_norm(stream, added, layer.input_layernorm, normed)
-        projections = linear(normed, attention.qkv_proj.weight, attention.qkv_proj.bias)
+        projections = packed.linear(normed, attention.qkv_proj.weight, attention.qkv_proj.bias)
         place_heads(
             projections.numpy(), *_head_norms(attention), angles, slots, query, keys, values
         )
         backend.attend(query, keys, values, attention.scaling, attended.numpy())
-        added = linear(
+        added = packed.linear(
             attended.view(rows, heads * dim), attention.o_proj.weight, attention.o_proj.bias
         )
         _add_and_norm(stream, added, layer.post_attention_layernorm, normed)
-        gates, ups = linear(normed, mlp.gate_up_proj.weight).chunk(2, dim=-1)
-        added = linear(F.silu(gates).mul_(ups), mlp.down_proj.weight)
+        gates, ups = packed.linear(normed, mlp.gate_up_proj.weight).chunk(2, dim=-1)
+        added = packed.linear(F.silu(gates).mul_(ups), mlp.down_proj.weight)
     _add_and_norm(stream, added, model.norm, normed)
     return normed[:tokens]
 

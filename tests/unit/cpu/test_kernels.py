@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
 from areal_lite.cpu.kernels import norms
-from areal_lite.cpu.kernels.products import linear
+from areal_lite.cpu.kernels.products import PackedWeights, linear
 from areal_lite.cpu.trainer import PackedAttention, rotate
 from areal_lite.megatron.attention import PackedSequences, Rotation
 from areal_lite.megatron.kernels import Spans
@@ -205,6 +205,25 @@ def test_products_by_both_libraries(rows, bias):
     for form in (weight, strided):
         found = linear(x, form, added).double()
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 48, 49, 300])
+def test_packed_weights_give_the_same_products_until_they_are_cleared(rows):
+    x, weight, bias = torch.randn(rows, 512), torch.randn(4096, 512) / 20, torch.randn(4096)
+    packed = PackedWeights()
+
+    def check(expected):
+        for _ in range(12):
+            found = packed.linear(x, weight, bias)
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+
+    check(before := torch.nn.functional.linear(x, weight, bias))
+    weight.mul_(2)
+    after = torch.nn.functional.linear(x, weight, bias)
+    if 2 <= rows <= 48:  # the copy is in use
+        check(before)
+    packed.clear()
+    check(after)
 
 
 def test_other_types_are_left_to_torch():
