@@ -55,7 +55,7 @@ from areal_lite.run_dir.resume import checkpoint_steps, checksum, latest_checkpo
 from areal_lite.system.files import publish_folder, reading, remove_unread, scratch_folder
 from areal_lite.system.processes import environment
 
-# Ranks that share experts have an optimizer of their own for them. It adds nothing to names.
+# Experts that ranks share have an optimizer of their own. Its tensors are named as without it.
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
@@ -173,7 +173,8 @@ def load_checkpoint(folder: Path, parts: Mapping[str, TrainableModel]) -> dict[s
         part.model.load_state_dict(state[name]["model"])
         part.optimizer.load_state_dict(state[name]["optimizer"])
         for moments in _moments(part.optimizer):
-            moments["step"] = torch.full_like(moments["step"], state[name]["updates"])
+            if "step" in moments:
+                moments["step"] = torch.full_like(moments["step"], state[name]["updates"])
         part.scheduler.num_steps = 0  # loading adds the position to it
         part.scheduler.load_state_dict(state[name]["scheduler"])
     torch.set_rng_state(state["random"])
@@ -292,10 +293,11 @@ def sharded_state(parts: Mapping[str, TrainableModel], is_loading: bool) -> dict
         optimizer = part.optimizer.sharded_state_dict(
             model, is_loading=is_loading, metadata=sharding
         )
+        steps = (int(each["step"]) for each in _moments(part.optimizer) if "step" in each)
         state[name] = {
             "model": model,
             "optimizer": _tensors_alone(optimizer),
-            "updates": next((int(each["step"]) for each in _moments(part.optimizer)), 0),
+            "updates": next(steps, 0),
             "optimizer_name": part.config.optimizer,
             "lora": asdict(part.config.lora) if part.config.lora.rank else None,
             "scheduler": part.scheduler.state_dict(),
@@ -314,9 +316,9 @@ def _make_moments(optimizer: Any) -> None:
 
 
 def _moments(optimizer: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the moments of each parameter of this rank, with the `step` of its last update."""
+    """Yield the moments of each parameter of this rank; `step` is its number of updates."""
     for one in optimizer.chained_optimizers:
-        yield from (state for state in one.optimizer.state.values() if "step" in state)
+        yield from one.optimizer.state.values()
 
 
 def _tensors_alone(state: Any) -> Any:

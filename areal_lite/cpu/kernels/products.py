@@ -12,8 +12,8 @@ from torch import Tensor
 
 # Multiplications of a product from which oneDNN is faster.
 _WORTHWHILE = 2**21
-# Rows of products that take about as long as reading the weight, and so many of them save about the
-# time that it takes to pack it.
+# Products of so few rows take about as long as reading their weight. `_USES` of them save the time
+# that it takes to pack the weight.
 _FEW, _USES = range(2, 49), 10
 
 

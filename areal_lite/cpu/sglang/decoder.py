@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 # oneDNN compiles a kernel for each number of rows, in up to half a millisecond.
 _MOST_EXACT_ROWS = 16
 packed = PackedWeights()
-"""Of the model. What changes its weights clears it (`forget_packed`)."""
+"""Copies of the model's weights; `forget_packed` clears them when the weights change."""
 _known: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
