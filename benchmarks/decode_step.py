@@ -1,4 +1,4 @@
-"""Where a decode step of a server without a GPU spends its time, and how near the machine's limits.
+"""Divide the time of a decode step of a server without a GPU, and compare it with two limits.
 
     python -m benchmarks.decode_step --model FOLDER [--requests 1 4 8 16 32 64] [--threads 1]
 
@@ -8,8 +8,8 @@ batch. What is left of a step is the scheduler's: receiving, planning, and sendi
 decode steps that follow one another count. Two servers take turns: `packed` keeps copies of weights
 in the order in which oneDNN reads them (areal_lite/cpu/kernels/products.py), `plain` does not.
 
-Beside them are two limits, measured with as many threads while the server is idle: the bandwidth
-of a product with a vector, and the operations a second of a large product. A step reads each weight
+The limits are measured with as many threads while the servers are idle: the bandwidth of
+a product with a vector, and the operations a second of a large product. A step reads each weight
 of a product once, and multiplies it with the row of each request.
 
 Writes results/decode_step.json and prints a table.
@@ -205,11 +205,15 @@ def row(requests: int, threads: int, took: Counter[str], weights: int, machine: 
 
 
 def weights_of_products(model: str) -> int:
-    """Count the weights that a decode step multiplies: all matrices, a tied one once."""
+    """Count the weights that a decode step multiplies: all matrices but a separate embedding."""
     from transformers import AutoModelForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(model)
-    return sum(weight.numel() for weight in loaded.parameters() if weight.ndim == 2)
+    head, embedding = (
+        layer.weight for layer in (loaded.get_output_embeddings(), loaded.get_input_embeddings())
+    )
+    matrices = [weight for weight in loaded.parameters() if weight.ndim == 2]
+    return sum(each.numel() for each in matrices if each is head or each is not embedding)
 
 
 def clocked_server(kind: str, model: str, threads: int, folder: Path) -> ServerProcess:
