@@ -15,7 +15,7 @@ import uvloop
 
 from areal_lite.controller.batches import LoopLag
 from areal_lite.data.tokenizer import characters_per_token
-from areal_lite.workflows.endpoint import server as connections
+from areal_lite.workflows.endpoint import server as endpoint
 from areal_lite.workflows.endpoint.server import AgentEndpoint
 from areal_lite.workflows.tool_calls import AnswerParser
 from tests.security.mutation import mutated
@@ -313,11 +313,9 @@ STARTS = [b"", b"POST /v1/chat", b"POST /v1/chat/completions HTTP/1.1\r\nA: "]
 
 
 def test_connections_without_a_request_end_and_leave_descriptors(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(connections, "_IDLE_S", 0.5)
-    monkeypatch.setattr(connections, "_CHECK_S", 0.1)
-    monkeypatch.setattr("areal_lite.workflows.endpoint.server._BODY_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(connections.Connections.__init__, "__defaults__", (0.5,))
-    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (60, 60))
+    monkeypatch.setattr(endpoint, "_IDLE_S", 0.5)
+    monkeypatch.setattr(endpoint, "_BODY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(endpoint.resource, "getrlimit", lambda _: (60, 60))
 
     async def test(server, agent: Agent, conversations) -> None:
         url = urlsplit(server.base_url)
@@ -332,7 +330,7 @@ def test_connections_without_a_request_end_and_leave_descriptors(tmp_path, monke
 
         strangers = await asyncio.to_thread(stall)
         await asyncio.sleep(0.2)
-        assert len(server._connections._runner.server.connections) <= 30
+        assert len(server._runner.server.connections) <= 30
         await asyncio.sleep(1.0)
         status, _ = await agent.post(json.dumps(chat()))
         assert status == 200, "all connections were taken for good"
@@ -346,6 +344,26 @@ def test_connections_without_a_request_end_and_leave_descriptors(tmp_path, monke
         writer.close()
         for stranger in strangers:
             stranger.close()
+
+    with_agent(tmp_path, test)
+
+
+@pytest.mark.parametrize("target", ["/v1/chat/completions", "/v1/models", "/", "*"])
+def test_a_client_without_a_key_gets_one_answer_and_cannot_hold_its_connection(
+    tmp_path, target: str
+) -> None:
+    """Not by further requests either, whose answers it does not read."""
+
+    async def test(server, agent: Agent, conversations) -> None:
+        url = urlsplit(server.base_url)
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        method = "OPTIONS" if target == "*" else "GET"
+        writer.write(f"{method} {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode() * 100)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 4")
+        with contextlib.suppress(ConnectionError):
+            assert b"HTTP/1.1 " not in await asyncio.wait_for(reader.read(), 5)
+        assert not server._runner.server.connections
+        writer.close()
 
     with_agent(tmp_path, test)
 

@@ -14,14 +14,12 @@ import contextlib
 import json
 import resource
 import secrets
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from areal_lite.data.tokenizer import Message, Tokenizer
 from areal_lite.rollout.episode import Episode, Transcript
@@ -38,6 +36,8 @@ _BYTES_PER_TOKEN = 64
 _OTHER_BYTES = 1 << 20
 
 _BODY_TIMEOUT_S = 30.0
+# Between two requests of a connection, and for the headers of one.
+_IDLE_S = 15.0
 
 
 @dataclass(slots=True, eq=False)
@@ -287,7 +287,8 @@ class AgentEndpoint:
         self._splits_thoughts = bool(reasoning_parser)
         self._episodes: dict[str, Conversations] = {}
         self._most_first: int | None = None
-        self._connections: Connections | None = None
+        # Half of the descriptors that this process may open.
+        self._most_connections = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         self.base_url = ""
 
     async def start(self, context_tokens: int = 1 << 15, most_first: int | None = None) -> None:
@@ -301,14 +302,36 @@ class AgentEndpoint:
             app.router.add_post(path, partial(self._ask, api))
         app.router.add_get("/v1/models", self._models)
         app.router.add_route("*", "/{path:.*}", self._unknown)
-        self._connections = Connections(app)
-        port = await self._connections.listen(self._host, self._port)
+        app.on_response_prepare.append(self._end_strangers)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            shutdown_timeout=1.0,
+            auto_decompress=False,
+            keepalive_timeout=_IDLE_S,
+        )
+        await self._runner.setup()
+        self._listener = await asyncio.get_running_loop().create_server(
+            self._accept, self._host, self._port, backlog=self._most_connections
+        )
+        port = self._listener.sockets[0].getsockname()[1]
         host = f"[{self._host}]" if ":" in self._host else self._host
         self.base_url = f"http://{host}:{port}/v1"
 
     async def close(self) -> None:
-        if self._connections:
-            await self._connections.close()
+        self._listener.close()
+        await self._runner.cleanup()
+
+    def _accept(self) -> asyncio.BaseProtocol:
+        server = self._runner.server
+        assert server is not None
+        return server() if len(server.connections) < self._most_connections else _Refused()
+
+    async def _end_strangers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """End a connection after one answer without a key: nobody may hold it by not reading."""
+        if self._episode_of(request) is None:
+            response.headers["Connection"] = "close"
+            response.force_close()
 
     @contextlib.contextmanager
     def conversations(
@@ -382,69 +405,6 @@ def _streamed(api: Api, response: dict[str, Any], body: dict[str, Any]) -> web.R
 
 def _refusal(api: Api, status: int, message: str, code: str) -> web.Response:
     return web.json_response(api.error(status, message, code), status=status)
-
-
-# Between two requests of a connection, and for the headers of one.
-_IDLE_S = 15.0
-_CHECK_S = 1.0
-
-
-class Connections:
-    """Serves an aiohttp application, and ends connections without a request."""
-
-    def __init__(self, app: web.Application, idle_s: float = _IDLE_S):
-        self._idle_s = idle_s
-        app.middlewares.append(self._mark_busy)
-        self._runner = web.AppRunner(
-            app, access_log=None, shutdown_timeout=1.0, auto_decompress=False
-        )
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most = soft // 2
-        # The transports of running requests, and when the others became idle.
-        self._busy: set[asyncio.Transport | None] = set()
-        self._idle_since: dict[asyncio.Transport | None, float] = {}
-
-    async def listen(self, host: str, port: int) -> int:
-        """Serve, and return the port (a free one for 0)."""
-        await self._runner.setup()
-        self._listener = await asyncio.get_running_loop().create_server(
-            self._accept, host, port, backlog=self._most
-        )
-        self._watching = asyncio.create_task(self._watch())
-        return self._listener.sockets[0].getsockname()[1]
-
-    async def close(self) -> None:
-        self._watching.cancel()
-        self._listener.close()
-        await self._runner.cleanup()
-
-    def _accept(self) -> asyncio.BaseProtocol:
-        server = self._runner.server
-        assert server is not None
-        return server() if len(server.connections) < self._most else _Refused()
-
-    @web.middleware
-    async def _mark_busy(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        transport = request.transport
-        self._busy.add(transport)
-        try:
-            return await handler(request)
-        finally:
-            self._busy.discard(transport)
-            self._idle_since[transport] = time.monotonic()
-
-    async def _watch(self) -> None:
-        """End idle connections. Runs until cancelled."""
-        while True:
-            await asyncio.sleep(min(_CHECK_S, self._idle_s))
-            now = time.monotonic()
-            server = self._runner.server
-            assert server is not None
-            idle = {connection.transport for connection in server.connections} - self._busy
-            self._idle_since = {t: self._idle_since.get(t, now) for t in idle}
-            for transport, since in self._idle_since.items():
-                if now - since > self._idle_s and transport is not None:
-                    transport.abort()
 
 
 class _Refused(asyncio.Protocol):
