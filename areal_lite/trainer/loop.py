@@ -107,10 +107,10 @@ class TrainingRun:
 
     def step(self, step: int) -> None:
         """Train on the batch of `step` and push the weights after it, if a push is due."""
-        watch = Stopwatch()
+        began = steady_time()
         heartbeat.enter(f"waiting for the batch of step {step + 1}")
         batch, info = self._pull(step)
-        watch.lap("wait_s")
+        pulled = steady_time()
         lag = step - self.pushed
         with profiled(step + 1, dist.get_rank(), self.run_dir):
             heartbeat.enter(f"training step {step + 1}")
@@ -120,18 +120,19 @@ class TrainingRun:
             with kernels.training_step(), self.models.on_device():
                 result = policy_step(self.models, self.objective, batch, self.config, step)
             self._record_skipped(step, batch, result.skipped)
-            watch.lap("train_s")
+            trained = steady_time()
             heartbeat.enter(f"pushing the weights after step {step + 1}")
             if self.reporter:
                 self.reporter.before_push(step, batch, result.prox)
             self.done = step + 1
             push = self._push_if_due()
-            watch.lap("push_s")
+            pushed = steady_time()
         heartbeat.enter(f"reporting step {step + 1}")
         if self.reporter:
-            metrics = {**info, **result.metrics, **watch.seconds}
+            seconds = {"wait_s": pulled - began, "train_s": trained - pulled}
+            metrics = {**info, **result.metrics, **seconds, "push_s": pushed - trained}
             metrics |= {"version": self.pushed, "server_lag": lag}
-            metrics |= utilization(result.operations, watch.seconds["train_s"])
+            metrics |= utilization(result.operations, seconds["train_s"])
             self.reporter.end_step(self.done, metrics, push)
         self.checkpoints.poll()
 
@@ -227,20 +228,6 @@ class TrainingRun:
                 "(areal_lite.train_batch.load_batch), lower trainer.lr, or resume from an "
                 "earlier checkpoint"
             )
-
-
-class Stopwatch:
-    """The seconds that the phases of a step took, by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = steady_time()
-
-    def lap(self, name: str) -> None:
-        """End the phase `name`; the next one begins."""
-        now = steady_time()
-        self.seconds[name] = now - self._last
-        self._last = now
 
 
 def patience_s(config: TrainConfig) -> float:

@@ -4,7 +4,6 @@ from typing import Any, cast
 
 import pytest
 
-from areal_lite.trainer.loop import Stopwatch
 from areal_lite.trainer.step import Models
 
 
@@ -39,12 +38,3 @@ def test_a_checkpoint_holds_the_trained_models():
     policy, critic, reference = (cast(Any, FakeModel([], name)) for name in "pcr")
     assert Models(policy, reference).trained == {"policy": policy}
     assert Models(policy, reference, critic).trained == {"policy": policy, "critic": critic}
-
-
-def test_a_stopwatch_splits_the_time_between_phases(monkeypatch):
-    times = iter([10.0, 11.0, 13.5])
-    monkeypatch.setattr("areal_lite.trainer.loop.steady_time", lambda: next(times))
-    watch = Stopwatch()
-    watch.lap("wait_s")
-    watch.lap("train_s")
-    assert watch.seconds == {"wait_s": 1.0, "train_s": 2.5}
