@@ -46,7 +46,7 @@ from areal_lite.sglang_plugins.weight_group import (
 )
 from areal_lite.system.network import address_towards
 from areal_lite.system.processes import start_daemon
-from areal_lite.weights.recipients import Bucket, Pause, PushRecipients
+from areal_lite.weights.recipients import Bucket, PushRecipients
 
 log = logging.getLogger(__name__)
 _JOIN = "/init_weights_update_group"
@@ -109,21 +109,19 @@ class Broadcast:
         self._group: WeightGroup | None = None
 
     def transfer(
-        self, recipients: PushRecipients, buckets: Iterable[Bucket], pause: Pause, *, apart: bool
+        self, recipients: PushRecipients, buckets: Iterable[Bucket], *, apart: bool
     ) -> None:
         way = Broadcast(self._config, self._backend, self._pack) if apart else self
         recipients.run_together(way.join)
-        way._broadcast(recipients, self._pack(buckets, recipients, apart), pause)
+        way._broadcast(recipients, self._pack(buckets, recipients, apart))
         if apart:
             recipients.run_together(way.leave)
 
-    def _broadcast(
-        self, recipients: PushRecipients, packed: Iterable[FlatBucket], pause: Pause
-    ) -> None:
+    def _broadcast(self, recipients: PushRecipients, packed: Iterable[FlatBucket]) -> None:
         rest = self._send_ahead(packed, recipients)
         stream: Iterator[tuple[Any, Any]] = pairwise(chain(rest, [None]))
         first = next(stream)  # gathered and flattened before the pause
-        with pause(recipients) as window:
+        with recipients.paused():
             recipients.post("/begin_weight_update", {})
             with ThreadPoolExecutor(1) as wire:
                 sending: Future[None] | None = None
@@ -134,7 +132,7 @@ class Broadcast:
                         self.send,
                         bucket,
                         version=str(recipients.report.version) if last else None,
-                        flush_cache=window.flush_cache and last,
+                        flush_cache=recipients.flush_cache and last,
                     )
                     if sending:
                         sending.result()

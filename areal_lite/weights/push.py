@@ -42,14 +42,7 @@ from areal_lite.servers.registry import ServerInfo
 from areal_lite.sglang_plugins.weight_group import CollectiveError
 from areal_lite.system.processes import steady_time
 from areal_lite.weights.broadcast import Broadcast, pack_adapters
-from areal_lite.weights.recipients import (
-    FROM_DISK,
-    Bucket,
-    Pause,
-    PauseWindow,
-    PushRecipients,
-    PushReport,
-)
+from areal_lite.weights.recipients import FROM_DISK, Bucket, PushRecipients, PushReport
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +60,7 @@ class Transport(Protocol):
     """How the weights of one trainer get to its servers."""
 
     def transfer(
-        self, recipients: PushRecipients, buckets: Iterable[Bucket], pause: Pause, *, apart: bool
+        self, recipients: PushRecipients, buckets: Iterable[Bucket], *, apart: bool
     ) -> None:
         """Give the weights to the servers, and pause them as shortly as can be.
 
@@ -121,15 +114,15 @@ class Folder:
         self._own: Path | None = None
 
     def transfer(
-        self, recipients: PushRecipients, buckets: Iterable[Bucket], pause: Pause, *, apart: bool
+        self, recipients: PushRecipients, buckets: Iterable[Bucket], *, apart: bool
     ) -> None:
         version = recipients.report.version
         folder = self.write(buckets, version)
-        with pause(recipients) as window:
+        with recipients.paused():
             # The servers are paused: otherwise this call would wait until every running request
             # has finished.
             body = {"model_path": str(folder), "weight_version": str(version)}
-            recipients.post(FROM_DISK, body | {"flush_cache": window.flush_cache})
+            recipients.post(FROM_DISK, body | {"flush_cache": recipients.flush_cache})
         for other in folder.parent.iterdir():
             if other != folder:
                 shutil.rmtree(other)
@@ -235,7 +228,8 @@ class WeightPusher(Pusher):
         answer = self._controller.begin_push(version)
         drain_s = steady_time() - started if answer.drained else 0.0
         report = PushReport(version=version, drained=answer.drained, drain_s=drain_s)
-        recipients = PushRecipients(answer.servers, report, self._timeout_s)
+        config = self._config
+        recipients = PushRecipients(answer.servers, report, config.sync, config.rollout.interrupt)
         try:
             sent = self._transfer(recipients, apart=apart)
         except CollectiveError as error:
@@ -271,14 +265,8 @@ class WeightPusher(Pusher):
                     verified.extend(one for one in bucket if one[0].endswith(_VERIFIED))
                 yield bucket
 
-        self._transport.transfer(recipients, watched(), self._pause, apart=apart)
+        self._transport.transfer(recipients, watched(), apart=apart)
         return verified
-
-    def _pause(self, recipients: PushRecipients) -> PauseWindow:
-        # A server has no reason to be slow before the pause. One that hangs must not hold up the
-        # others for as long as a transfer may take.
-        timeout_s = self._config.sync.health_timeout_s
-        return PauseWindow(recipients, self._config.rollout.interrupt, timeout_s)
 
 
 def verify(server: ServerInfo, sent: Bucket, timeout_s: float) -> int:

@@ -1,12 +1,14 @@
 """The servers of one push, and the pause window in which they take the weights."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from areal_lite.config import SyncConfig
 from areal_lite.servers.blocking import post_each
 from areal_lite.servers.client import ServerError, ServersFailed
 from areal_lite.servers.registry import ServerInfo
@@ -19,7 +21,6 @@ log = logging.getLogger(__name__)
 
 Bucket = list[tuple[str, torch.Tensor]]
 """Weights by name, as the model's Hugging Face checkpoint has them."""
-Pause = Callable[["PushRecipients"], "PauseWindow"]
 FROM_DISK = "/update_weights_from_disk"
 
 
@@ -47,7 +48,8 @@ class PushRecipients:
 
     servers: list[ServerInfo]
     report: PushReport
-    timeout_s: float
+    sync: SyncConfig
+    interrupt: str = InterruptMode.IN_PLACE
     errors: list[ServerError] = field(default_factory=list)  # of the servers that left
 
     @property
@@ -63,7 +65,29 @@ class PushRecipients:
     ) -> None:
         """POST `body` once to every server, or `to` some of them."""
         servers = self.servers if to is None else to
-        self._remove(post_each(servers, path, body, timeout_s or self.timeout_s))
+        self._remove(post_each(servers, path, body, timeout_s or self.sync.timeout_s))
+
+    @property
+    def flush_cache(self) -> bool:
+        """Return whether servers empty their KV cache. Under running requests that kills them."""
+        return self.interrupt != InterruptMode.IN_PLACE
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Pause the servers inside the block, the pause window. Errors resume them, too."""
+        # Mode `none` has nothing in flight. The modes then differ only in the cache flush.
+        mode = InterruptMode.RETRACT if self.interrupt == InterruptMode.NONE else self.interrupt
+        # A server has no reason to be slow before the pause. One that hangs must not hold up the
+        # others for as long as a transfer may take.
+        timeout_s = self.sync.health_timeout_s
+        self.report.paused_at = steady_time()
+        self.post("/pause_generation", {"mode": mode}, timeout_s)
+        try:
+            yield
+        finally:
+            # What the server gave back to the driver here, it would allocate at the next push.
+            self.post("/continue_generation", {"torch_empty_cache": False}, timeout_s)
+            self.report.pause_s = steady_time() - self.report.paused_at
 
     def run_together(self, action: Callable[[list[ServerInfo]], object]) -> None:
         """Run `action` with all servers, and again without the failed servers, until it succeeds.
@@ -101,27 +125,3 @@ class PushRecipients:
             log.warning("the push of version %d continues without %s", self.report.version, error)
             self.report.failed.append(error.server.name)
         self.servers = [server for server in self.servers if server.name not in self.report.failed]
-
-
-class PauseWindow:
-    """The window of a push in which the servers are paused. Errors resume them, too."""
-
-    def __init__(self, recipients: PushRecipients, interrupt: str, timeout_s: float):
-        self._recipients = recipients
-        self.timeout_s = timeout_s  # of calls other than the transfer
-        # Mode `none` has nothing in flight. The modes then differ only in the cache flush.
-        self._mode = InterruptMode.RETRACT if interrupt == InterruptMode.NONE else interrupt
-        # A flush under running requests would kill the scheduler.
-        self.flush_cache = self._mode != InterruptMode.IN_PLACE
-
-    def __enter__(self) -> "PauseWindow":
-        self._recipients.report.paused_at = steady_time()
-        self._recipients.post("/pause_generation", {"mode": self._mode}, self.timeout_s)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # Memory that the server gave back to the driver here, it would allocate at the next push.
-        body = {"torch_empty_cache": False}
-        self._recipients.post("/continue_generation", body, self.timeout_s)
-        report = self._recipients.report
-        report.pause_s = steady_time() - report.paused_at

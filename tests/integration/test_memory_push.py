@@ -250,7 +250,7 @@ def test_a_server_that_dies_in_an_activation_leaves_the_others_their_version(
         both = parameters(lives)
         assert parameters(dies) == both
         pusher = pusher_of(models[0], [lives, dies], "memory")
-        window = pusher._pause
+        write = pusher._transport.write
 
         def kill_when_the_other_is_done() -> None:
             while version_of(lives) != 2:
@@ -259,12 +259,12 @@ def test_a_server_that_dies_in_an_activation_leaves_the_others_their_version(
 
         killer = threading.Thread(target=kill_when_the_other_is_done)
 
-        def stop_one(recipients, **options):
+        def stop_one(*weights):
             os.killpg(dies.pid, signal.SIGSTOP)  # it gets the request and cannot answer
             killer.start()
-            return window(recipients, **options)
+            return write(*weights)
 
-        monkeypatch.setattr(pusher, "_pause", stop_one)
+        monkeypatch.setattr(pusher._transport, "write", stop_one)
         report = pusher.push_all(2)
         killer.join()
         pusher.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from areal_lite.config import TrainConfig
+from areal_lite.config import SyncConfig, TrainConfig
 from areal_lite.servers.blocking import start_post
 from areal_lite.servers.client import ServerError, ServersFailed
 from areal_lite.servers.registry import ServerInfo
@@ -127,7 +127,7 @@ def test_servers_that_hang_cost_the_others_one_time_out_together(backend) -> Non
             attempts.append([server.name for server in servers])
             group.send(BUCKET, servers, version="1", flush_cache=False)
 
-        recipients = PushRecipients(infos, PushReport(version=1), 2)
+        recipients = PushRecipients(infos, PushReport(version=1), SyncConfig(timeout_s=2))
         recipients.run_together(attempt)
         # Each failed attempt costs the time-out: there is one, not one for each server that hangs.
         assert attempts == [["s0", "s1", "s2", "s3"], ["s0", "s3"]]

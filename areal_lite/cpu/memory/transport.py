@@ -25,7 +25,7 @@ from areal_lite.system.files import read_json
 from areal_lite.system.gpus import resolve_device
 from areal_lite.system.network import LOOPBACK
 from areal_lite.system.processes import steady_time
-from areal_lite.weights.recipients import FROM_DISK, Bucket, Pause, PushRecipients
+from areal_lite.weights.recipients import FROM_DISK, Bucket, PushRecipients
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,13 @@ class MemoryTransport:
         return devices == {"cpu"} and is_here and plain and can_share_memory()
 
     def transfer(
-        self, recipients: PushRecipients, buckets: Iterable[Bucket], pause: Pause, *, apart: bool
+        self, recipients: PushRecipients, buckets: Iterable[Bucket], *, apart: bool
     ) -> None:
         staged = self.write(buckets, recipients.report.version)
-        window = pause(recipients)
-        recipients.post(FROM_DISK, staged.request(CHECK), window.timeout_s)
-        body = staged.request(ACTIVATE) | {"flush_cache": window.flush_cache}
-        if window.flush_cache:
-            with window:
+        recipients.post(FROM_DISK, staged.request(CHECK), recipients.sync.health_timeout_s)
+        body = staged.request(ACTIVATE) | {"flush_cache": recipients.flush_cache}
+        if recipients.flush_cache:
+            with recipients.paused():
                 recipients.post(FROM_DISK, body)
         else:
             take_turns(recipients, body)

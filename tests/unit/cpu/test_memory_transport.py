@@ -2,16 +2,16 @@
 
 import asyncio
 import os
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from areal_lite.config import SyncConfig
 from areal_lite.cpu.memory import server as memory_plugin
 from areal_lite.cpu.memory.staged import ACTIVATE, CHECK, DATA_OFFSET, StagedError, StagedFile
 from areal_lite.cpu.memory.transport import MemoryTransport, StagedWeights
-from areal_lite.weights.recipients import PauseWindow, PushReport
+from areal_lite.weights.recipients import PushReport
 from tests.unit.cpu.staged_model import FusedModel, weights
 
 
@@ -226,7 +226,8 @@ def test_a_server_that_hangs_delays_a_push_no_longer_than_a_pause_would(memory):
         report=PushReport(version=1),
         servers=[],
         post=lambda path, body, timeout_s: limits.append(timeout_s),
+        sync=SyncConfig(timeout_s=10),
+        flush_cache=False,
     )
-    pause = partial(PauseWindow, interrupt="in_place", timeout_s=5)
-    memory.transfer(recipients, [list(weights(1).items())], pause, apart=False)
+    memory.transfer(recipients, [list(weights(1).items())], apart=False)
     assert limits == [5]

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from areal_lite.config import SyncConfig
 from areal_lite.delta.server import DELTA, Changes
 from areal_lite.delta.trainer import Deltas
 from areal_lite.servers.registry import ServerInfo
@@ -57,7 +58,7 @@ class Trainer:
 
     def push(self, servers: list[Server], failing=lambda: False, *, apart=False) -> list[Server]:
         """Return the servers that remain in the push."""
-        push = PushRecipients([one.info for one in servers], PushReport(version=1), timeout_s=1)
+        push = PushRecipients([one.info for one in servers], PushReport(version=1), SyncConfig())
         for bucket in self.deltas.pack(self.buckets(), push, apart):
             self.sent += bucket.data.nbytes
             again = True
@@ -110,7 +111,7 @@ def test_servers_get_whole_weights_first_and_then_what_has_changed():
     trainer, servers = Trainer(), [Server("a", 0), Server("b", 1)]
     report = PushReport(version=1)
     for step in range(3):
-        push = PushRecipients([one.info for one in servers], report, timeout_s=1)
+        push = PushRecipients([one.info for one in servers], report, SyncConfig())
         packed = list(trainer.deltas.pack(trainer.buckets(), push, False))
         whole = [bucket.load_format.endswith(":0") for bucket in packed]
         assert whole == [step == 0] * 2
@@ -123,7 +124,7 @@ def test_servers_get_whole_weights_first_and_then_what_has_changed():
 
 def test_large_buckets_travel_as_changes_and_are_counted():
     deltas, report = Deltas(), PushReport(version=1)
-    push = PushRecipients([info("a")], report, timeout_s=1)
+    push = PushRecipients([info("a")], report, SyncConfig())
     tensor = torch.randn(10**5).to(BF16)
     sent = []
     for _ in range(3):
@@ -137,7 +138,7 @@ def test_large_buckets_travel_as_changes_and_are_counted():
 
 def test_what_changes_in_every_bit_travels_whole():
     deltas, report = Deltas(), PushReport(version=1)
-    push = PushRecipients([info("a")], report, timeout_s=1)
+    push = PushRecipients([info("a")], report, SyncConfig())
     for seed in range(3):
         tensor = torch.randn(10**4, generator=torch.Generator().manual_seed(seed))
         (bucket,) = deltas.pack([[("w", tensor)]], push, False)

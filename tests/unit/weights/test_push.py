@@ -4,7 +4,6 @@ import json
 import threading
 import time
 from collections import Counter
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from areal_lite.config import TrainConfig
+from areal_lite.config import SyncConfig, TrainConfig
 from areal_lite.controller.protocol import PushTargets
 from areal_lite.cpu.memory.transport import take_turns
 from areal_lite.servers.client import ServerError, ServersFailed
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.sglang_plugins.weight_group import CollectiveError
 from areal_lite.weights.push import Folder, Pusher, WeightPusher, make_pusher
-from areal_lite.weights.recipients import PauseWindow, PushRecipients, PushReport
+from areal_lite.weights.recipients import PushRecipients, PushReport
 
 CPU = torch.device("cpu")
 
@@ -74,15 +73,16 @@ def answers():
         server.close()
 
 
-def recipients(*servers: Answers) -> PushRecipients:
-    return PushRecipients([s.info for s in servers], PushReport(version=1), timeout_s=5)
+def recipients(*servers: Answers, interrupt: str = "in_place", version: int = 1) -> PushRecipients:
+    infos, report = [s.info for s in servers], PushReport(version=version)
+    return PushRecipients(infos, report, SyncConfig(timeout_s=10), interrupt)
 
 
 def test_the_server_that_fails_leaves_and_the_others_are_not_asked_twice(answers):
     """A second /begin_weight_update would be refused by a server whose session is open."""
     good, bad = answers("good"), answers("bad", "/begin_weight_update")
     push = recipients(good, bad)
-    with PauseWindow(push, "in_place", 5):
+    with push.paused():
         push.post("/begin_weight_update", {})
     assert push.servers == [good.info] and push.report.failed == ["bad"]
     assert good.calls == {
@@ -142,8 +142,8 @@ def test_the_servers_of_a_first_push_take_it_together(answers, tmp_path):
 
 def test_servers_are_resumed_after_an_error(answers):
     server = answers("a")
-    push = recipients(server)
-    with pytest.raises(ZeroDivisionError), PauseWindow(push, "retract", 5):
+    push = recipients(server, interrupt="retract")
+    with pytest.raises(ZeroDivisionError), push.paused():
         1 / 0  # noqa: B018
     assert server.calls["/continue_generation"] == 1 and push.report.pause_s > 0
     # SGLang would give memory back to the driver within the pause.
@@ -152,8 +152,8 @@ def test_servers_are_resumed_after_an_error(answers):
 
 def test_a_server_that_cannot_be_resumed_has_failed(answers):
     good, bad = answers("good"), answers("bad", "/continue_generation")
-    push = recipients(good, bad)
-    with PauseWindow(push, "retract", 5):
+    push = recipients(good, bad, interrupt="retract")
+    with push.paused():
         pass
     assert push.report.failed == ["bad"]
 
@@ -191,8 +191,7 @@ def test_run_together_repeats_once_if_no_server_is_to_blame(answers, failures):
 
 def test_the_cache_is_flushed_only_when_nothing_runs_on_it():
     assert [
-        PauseWindow(recipients(), mode, 5).flush_cache
-        for mode in ("in_place", "retract", "abort", "none")
+        recipients(interrupt=mode).flush_cache for mode in ("in_place", "retract", "abort", "none")
     ] == [False, True, True, True]
 
 
@@ -221,7 +220,7 @@ def test_a_bucket_is_gathered_while_another_is_sent(answers, tmp_path, monkeypat
     config = TrainConfig(model=str(tmp_path))
     config.sync.transport = "distributed"
     pusher = WeightPusher(weights, CPU, None, config, tmp_path)
-    push = PushRecipients([server.info], PushReport(version=7), timeout_s=5)
+    push = recipients(server, version=7)
 
     def join(*_: object) -> Group:
         assert gathered == [], "the group is joined first"
@@ -262,7 +261,7 @@ def test_weights_in_memory_are_checked_before_any_server_is_paused(answers, tmp_
     config = TrainConfig(model=str(tmp_path))
     config.sync.transport, config.rollout.interrupt = "memory", interrupt
     pusher = WeightPusher(weights, CPU, None, config, tmp_path)
-    push = PushRecipients([good.info, bad.info], PushReport(version=7), timeout_s=5)
+    push = recipients(good, bad, interrupt=interrupt, version=7)
     pusher._transfer(push)
     pusher.close()
     paused = int(interrupt != "in_place")
@@ -291,7 +290,7 @@ def test_servers_that_are_not_paused_take_turns(monkeypatch):
     servers = [
         ServerInfo(name=name, url="", api_key=None, tensor_parallel=1, pid=1) for name in "ab"
     ]
-    push = PushRecipients(servers, PushReport(version=1), timeout_s=5)
+    push = PushRecipients(servers, PushReport(version=1), SyncConfig())
     take_turns(push, {})
     assert calls == [["a"], ["b"]] and push.report.pause_s == 3.0
 
@@ -301,10 +300,9 @@ def test_weight_folder_touches_nothing_but_its_own(answers, tmp_path):
     model.mkdir(), root.mkdir()
     (model / "config.json").write_text("{}")
     (root / "v0").mkdir(), (root / "venv").mkdir()
-    folder, push = Folder(root, model), recipients(answers("a"))
+    folder, push = Folder(root, model), recipients(answers("a"), interrupt="retract")
     first = folder.write([[("w", torch.ones(2))]], 0)
-    pause = partial(PauseWindow, interrupt="retract", timeout_s=5)
-    folder.transfer(push, [[("w", torch.ones(2))], [("u", torch.ones(1))]], pause, apart=False)
+    folder.transfer(push, [[("w", torch.ones(2))], [("u", torch.ones(1))]], apart=False)
     assert not first.exists() and sorted(p.name for p in (first.parent / "v1").iterdir()) == [
         "config.json", "model-00000.safetensors", "model-00001.safetensors",
     ]  # fmt: skip

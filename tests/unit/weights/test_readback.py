@@ -42,8 +42,8 @@ def pushed(weights: dict[str, torch.Tensor]) -> Bucket:
     config.sync.transport, config.sync.verify = "disk", True
     stream = SimpleNamespace(buckets=lambda size: iter([[*weights.items()]]))
     pusher = push.WeightPusher(stream, torch.device("cpu"), None, config, Path("r"))
-    pusher._transport = SimpleNamespace(transfer=lambda _, buckets, *__, apart: list(buckets))
-    return pusher._transfer(PushRecipients([], PushReport(version=1), 1.0))
+    pusher._transport = SimpleNamespace(transfer=lambda _, buckets, apart: list(buckets))
+    return pusher._transfer(PushRecipients([], PushReport(version=1), config.sync))
 
 
 def test_a_matrix_is_compared_by_its_first_rows_only(asked) -> None:
