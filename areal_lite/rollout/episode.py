@@ -19,7 +19,6 @@ Invariants:
 """
 
 import asyncio
-import bisect
 import inspect
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -270,7 +269,6 @@ class Transcript:
             completion.finish_reason = part.finish_reason
             if part.finish_reason == "stop" and completion.tokens[-1] not in ends:
                 completion.finish_reason = _at_a_text(completion.tokens, params, tokenizer)
-        completion = _cut_at_stop(completion, params.stop, tokenizer)
         self._chunks += completion.chunks
         self._turn_end = self._length
         self._requests += completion.requests
@@ -431,33 +429,13 @@ async def single_turn(episode: Episode) -> Trajectory:
 
 def _at_a_text(tokens: np.ndarray, params: SamplingParams, tokenizer: Tokenizer) -> str:
     """Return the finish reason of an answer whose last token may have completed a stop text."""
-    # A text is in so many of the last tokens: each has at least a byte of its UTF-8.
-    tail = 4 * max(map(len, params.stop)) + 4
-    for part in (tokens[-tail:], tokens):
+    # A text is in so many of the last tokens, if each has at least a byte of its UTF-8.
+    longest = max(map(len, params.stop))
+    tail = tokens[-4 * longest - 4 :]
+    if len(tokenizer.decode(tail[:-1])) < longest + 4:  # special tokens have no text
+        tail = tokens
+    for part in (tail, tokens):
         text = tokenizer.decode(part)
         if not any(stop in text for stop in params.stop):
             return "length" if len(tokens) == params.max_new_tokens else "abort"
     return "stop"
-
-
-def _cut_at_stop(completion: Completion, stop: Sequence[str], tokenizer: Tokenizer) -> Completion:
-    """Cut `completion` after the token with which its text first contains one of `stop`."""
-    tokens = completion.tokens
-
-    def has_stop(count: int) -> bool:
-        text = tokenizer.decode(tokens[:count])
-        return any(s in text for s in stop)
-
-    if not stop or not has_stop(len(tokens)):
-        return completion
-    end = bisect.bisect_left(range(len(tokens)), True, key=has_stop)
-    routes = completion.routes
-    chunk = GenerationChunk(
-        tokens=tokens[:end],
-        logprobs=completion.logprobs[:end],
-        versions=completion.versions[:end],
-        finish_reason="stop",
-        kv_version=min(chunk.kv_version for chunk in completion.chunks),
-        routes=None if routes is None else routes[: len(routes) + end - len(tokens)],
-    )
-    return Completion([chunk], completion.requests, "stop")

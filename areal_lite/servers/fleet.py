@@ -162,9 +162,10 @@ class RequestGate:
             newest = max(self._router.version, self._router.pushing)
             _check_versions(server, name, chunk, version, newest)
             self._counts["aborts"] += chunk.finish_reason == "abort"
+            chunk = _until_its_end(chunk, left)
             if len(chunk.tokens):
                 completion.chunks.append(replace(chunk, kv_version=version))
-            completion.finish_reason = _true_finish_reason(chunk, left)
+            completion.finish_reason = chunk.finish_reason
             # A paused server holds requests, so sending again does not spin. A late abort without a
             # token may come once after an interruption is over.
             is_open = self._open.is_set()
@@ -227,15 +228,26 @@ def rest_of(
     return np.concatenate([prompt, tokens]), left
 
 
-def _true_finish_reason(chunk: GenerationChunk, params: SamplingParams) -> str:
-    # An aborted request runs one more decoding step. The server does not check whether that step
-    # ended the sequence.
-    if chunk.finish_reason == "abort" and len(chunk.tokens):
-        if chunk.tokens[-1] in params.stop_token_ids:
-            return "stop"
-        if len(chunk.tokens) == params.max_new_tokens:
-            return "length"
-    return chunk.finish_reason
+def _until_its_end(chunk: GenerationChunk, params: SamplingParams) -> GenerationChunk:
+    """Cut an aborted request after its first stop token, and correct its finish reason.
+
+    It runs one more decoding step, which has several tokens with speculation. The server does not
+    check whether that step ended the sequence.
+    """
+    if chunk.finish_reason != "abort":
+        return chunk
+    stops = np.flatnonzero(np.isin(chunk.tokens, params.stop_token_ids))
+    count = int(stops[0]) + 1 if len(stops) else len(chunk.tokens)
+    more, routes = len(chunk.tokens) - count, chunk.routes
+    reason = "length" if count == params.max_new_tokens else "abort"
+    return replace(
+        chunk,
+        tokens=chunk.tokens[:count],
+        logprobs=chunk.logprobs[:count],
+        versions=chunk.versions[:count],
+        finish_reason="stop" if len(stops) else reason,
+        routes=None if routes is None else routes[: len(routes) - more],
+    )
 
 
 def _check_versions(

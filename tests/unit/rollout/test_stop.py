@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from areal_lite.config.sections import Sampling
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.rollout.episode import Episode, Played, play, single_turn
+from areal_lite.rollout.episode import Episode, Played, _at_a_text, play, single_turn
 from areal_lite.servers.client import GenerationChunk, SamplingParams, sampling_params
 from areal_lite.servers.fleet import Fleet, Session
 from areal_lite.servers.registry import ServerInfo
@@ -222,6 +222,16 @@ def test_the_budget_ends_an_answer_at_a_token_that_may_complete_a_text(tokenizer
         return reasons
 
     assert asyncio.run(run()) == {"stop", "length"}
+
+
+def test_special_tokens_hide_no_text(tokenizers) -> None:
+    """They are no text, so that a text may begin any number of them before its end."""
+    tokenizer = tokenizers["bytes"]
+    begin, end = (tokenizer.encode(text, add_special_tokens=False) for text in ("a</", "a>"))
+    tokens = np.array([*begin, *[0] * 100, *end], np.int32)
+    params = SamplingParams(200, 1.0, (EOS,), 98, stop=("</a>",))
+    assert _at_a_text(tokens, params, tokenizer) == "stop"
+    assert _at_a_text(tokens[:-1], params, tokenizer) == "abort"
 
 
 def test_settings_become_texts_and_token_ids(tokenizers) -> None:

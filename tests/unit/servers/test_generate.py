@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from areal_lite.rollout.episode import _cut_at_stop
 from areal_lite.routes import ExpertLayout
 from areal_lite.servers.client import (
     GenerationChunk,
@@ -194,20 +193,6 @@ def test_dense_layers_have_no_routes() -> None:
         _routes(numbers.tobytes(), replace(layout, dense=0), 2)
 
 
-def test_a_cut_completion_keeps_the_routes_before_its_last_token() -> None:
-    class Letters:
-        def decode(self, tokens: np.ndarray) -> str:
-            return "".join(chr(token) for token in tokens)
-
-    def cut(text: str) -> Completion:
-        ids = np.array([ord(letter) for letter in text], np.int32)
-        chunk = replace(aborted(ids.tolist()), routes=np.arange(2 + len(ids)).reshape(-1, 1, 1))
-        return _cut_at_stop(Completion([chunk]), ["x"], Letters())
-
-    assert cut("abxcd").routes.ravel().tolist() == [0, 1, 2, 3, 4]
-    assert cut("abx").routes.ravel().tolist() == [0, 1, 2, 3, 4]
-
-
 def test_it_continues_on_another_server_from_its_last_known_token() -> None:
     async def run() -> None:
         async with serving(count=2, delay_s=0.002) as (fakes, servers, client):
@@ -283,15 +268,19 @@ def test_empty_aborts_do_not_spin() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "finish"), [([8, EOS], "stop"), ([8, 8, 8], "length"), ([8, 8], "abort")]
+    ("tokens", "finish"), [([8, EOS], "stop"), ([8, 8, 8, 8], "length"), ([8, 8], "abort")]
 )
-def test_an_abort_on_the_last_token_is_an_end(tokens: list[int], finish: str) -> None:
+@pytest.mark.parametrize("rest", [[], [8], [EOS, 8]])  # of a step with speculation
+def test_an_abort_on_the_last_token_is_an_end(tokens, finish: str, rest: list[int]) -> None:
     async def run() -> None:
-        so_far = Completion()
-        gate = gate_to(Stub(aborted(tokens)), SERVER)
+        so_far, more = Completion(), rest if finish == "stop" else []
+        routes = np.arange(2 + len(tokens + more)).reshape(-1, 1, 1)
+        gate = gate_to(Stub(replace(aborted(tokens + more), routes=routes)), SERVER)
         with contextlib.suppress(InterruptedError):
-            await finished(gate, SERVER, PROMPT, params(3), so_far=so_far)
+            await finished(gate, SERVER, PROMPT, params(4), so_far=so_far)
         assert so_far.finish_reason == finish and so_far.tokens.tolist() == tokens
+        assert len(so_far.versions) == len(so_far.logprobs) == len(tokens)
+        assert so_far.routes.ravel().tolist() == list(range(2 + len(tokens)))
 
     asyncio.run(run())
 
