@@ -316,8 +316,8 @@ class LogprobAgreement:
             return None
         differences, waited_s = [], self._wait()
         for call, span in self._calls:
-            # The controller and the next push deal with a server that died.
-            with suppress(ServerError, CancelledError):
+            # The controller and the next push deal with a server that died or answers wrongly.
+            with suppress(ServerError, CancelledError, LookupError, TypeError, ValueError):
                 scored = call.result()["meta_info"]["input_token_logprobs"][1:]
                 scored = np.array([logprob for logprob, _, _ in scored], np.float32)
                 differences.append(np.abs(scored - own[span][1:])[sampled[span][1:]])

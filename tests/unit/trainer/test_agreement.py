@@ -84,6 +84,23 @@ def test_servers_score_while_the_trainer_computes(monkeypatch, tmp_path) -> None
     assert agreement.compare(batch, torch.from_numpy(own), 9)["logprob_diff"] is None
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [None, [], {}, {"meta_info": {"input_token_logprobs": [1, 2, 3]}}, [1.0, 2.0, 3.0], ["x", 2.0]],
+)
+def test_an_answer_that_makes_no_sense_is_left_out(monkeypatch, answer) -> None:
+    batch = TrainBatch.from_trajectories([sequence([3, 3], -1, 0.5)])
+    given: Future = Future()
+    numbers = isinstance(answer, list) and answer
+    given.set_result(prompt_answer(answer) if numbers else answer)
+    monkeypatch.setattr("areal_lite.trainer.loop.start_post", lambda *_: given)
+    server = ServerInfo(name="a", url="http://a", api_key=None, tensor_parallel=1, pid=1)
+    agreement = LogprobAgreement(TrainConfig(model="m"))
+    agreement.begin(batch, [server])
+    result = agreement.compare(batch, torch.zeros(len(batch.tokens)), 9)
+    assert result["logprob_diff"] is None
+
+
 def test_busy_servers_may_take_a_small_share_of_the_run(monkeypatch) -> None:
     """The first step may wait for 10 s, later steps for 2 % of the time since. Late calls end."""
     batch = TrainBatch.from_trajectories([sequence([3, 3], -1, 0.5)])
