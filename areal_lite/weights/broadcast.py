@@ -233,7 +233,7 @@ class WeightGroup:
         self._member: Future[GroupMember] = start_daemon(
             lambda: GroupMember(store, backend, world=world, rank=0, name=name, limit=limit)
         )
-        self._wait_together(self._member, calls, f"joining weight group {name}")
+        self.wait_together(self._member, calls, f"joining weight group {name}")
 
     def send(self, bucket: FlatBucket, options: dict[str, Any]) -> None:
         """Broadcast one bucket; `options` are further fields of SGLang's request."""
@@ -244,7 +244,7 @@ class WeightGroup:
             self._loads += self._ahead["world_size"] - 1
         calls = [start_post(server, path, body, self._call_timeout_s) for server in self.servers]
         sent = start_daemon(self._broadcast, bucket.data)
-        self._wait_together(sent, calls, f"broadcast of {len(bucket.description['names'])} tensors")
+        self.wait_together(sent, calls, f"broadcast of {len(bucket.description['names'])} tensors")
 
     def _broadcast(self, data: torch.Tensor) -> None:
         """Broadcast `data`, if any, and wait until the servers have loaded what came ahead."""
@@ -257,8 +257,40 @@ class WeightGroup:
                 raise CollectiveError(GIVEN_UP)
             time.sleep(0.1)  # each question takes time from the loads
 
-    def _wait_together(self, collective: Future, calls: list[Future], what: str) -> None:
-        wait_together(collective, calls, self.servers, self._timeout_s, what, self.break_up)
+    def wait_together(self, collective: Future, calls: list[Future], what: str) -> None:
+        """Wait until the collective `what` and all HTTP calls, one to each server, have succeeded.
+
+        The first failure ends the wait, and so does the end of the time. The group is then broken
+        up for everyone. Raises ServersFailed with the servers that caused it, or CollectiveError if
+        there are none.
+        """
+        # Step 1: wait for everything, or for the first failure.
+        done, pending = wait({collective, *calls}, self._timeout_s, FIRST_EXCEPTION)
+        if not pending and all(future.exception() is None for future in done):
+            return
+
+        # Step 2: give up, which the other servers then answer. Meanwhile ask those that have not
+        # answered yet, all at once: hung servers delay the healthy ones by one grace period in
+        # total.
+        reason = collective.exception() if collective.done() else None
+        before = server_errors(call for call in calls if call.done())
+        self.break_up()
+        pairs = list(zip(self.servers, calls, strict=True))
+        asked = {one.name: start_reaching(one, _GRACE_S) for one, call in pairs if not call.done()}
+        wait([collective, *calls], _GRACE_S)
+        errors = server_errors(call for call in calls if call.done())
+        late = [server for server, call in pairs if not call.done()]
+
+        # Step 3: blame.
+        silent = [server for server in late if not asked[server.name].result()]
+        if culprits := _culprits(errors, before, late, silent, what):
+            if reason is not None:
+                log.warning("%s failed on the trainer's side too: %s", what, reason)
+            raise ServersFailed(culprits)
+        seen = [error for error in errors if GIVEN_UP not in str(error)]
+        too_long = f"it took longer than sync.timeout_s={self._timeout_s:g}"
+        cause = reason or next(iter(seen), too_long)
+        raise CollectiveError(f"{what}, while every server answers: {cause}") from reason
 
     def break_up(self) -> None:
         """End the group for all members, even those in a collective. The trainer leaves it too."""
@@ -288,47 +320,6 @@ class WeightGroup:
 def _leave(joined: Future[GroupMember]) -> None:
     if joined.exception() is None:
         joined.result().abort()
-
-
-def wait_together(
-    collective: Future,
-    calls: list[Future],
-    servers: list[ServerInfo],
-    timeout_s: float,
-    what: str,
-    give_up: Callable[[], object],
-) -> None:
-    """Wait until the collective and all HTTP calls, one to each of `servers`, have succeeded.
-
-    The first failure ends the wait, and so does the end of the time. `give_up` then ends the
-    collective for everyone. Raises ServersFailed with the servers that caused it, or
-    CollectiveError if there are none. what: the collective, for messages.
-    """
-    # Step 1: wait for everything, or for the first failure.
-    done, pending = wait({collective, *calls}, timeout_s, FIRST_EXCEPTION)
-    if not pending and all(future.exception() is None for future in done):
-        return
-
-    # Step 2: give up, which the other servers then answer. Meanwhile ask those that have not
-    # answered yet, all at once: hung servers delay the healthy ones by one grace period in total.
-    reason = collective.exception() if collective.done() else None
-    before = server_errors(call for call in calls if call.done())
-    give_up()
-    pairs = list(zip(servers, calls, strict=True))
-    asked = {one.name: start_reaching(one, _GRACE_S) for one, call in pairs if not call.done()}
-    wait([collective, *calls], _GRACE_S)
-    errors = server_errors(call for call in calls if call.done())
-    late = [server for server, call in pairs if not call.done()]
-
-    # Step 3: blame.
-    silent = [server for server in late if not asked[server.name].result()]
-    if culprits := _culprits(errors, before, late, silent, what):
-        if reason is not None:
-            log.warning("%s failed on the trainer's side too: %s", what, reason)
-        raise ServersFailed(culprits)
-    seen = [error for error in errors if GIVEN_UP not in str(error)]
-    cause = reason or next(iter(seen), f"it took longer than sync.timeout_s={timeout_s:g}")
-    raise CollectiveError(f"{what}, while every server answers: {cause}") from reason
 
 
 def _culprits(

@@ -2,6 +2,8 @@
 
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -9,6 +11,7 @@ from areal_lite.servers.client import ServerFailed, ServerRefused, ServersFailed
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.sglang_plugins.weight_group import CollectiveError
 from areal_lite.weights import broadcast
+from areal_lite.weights.broadcast import WeightGroup
 
 SERVERS = [
     ServerInfo(name=name, url=f"http://{name}", api_key=None, tensor_parallel=1, pid=1)
@@ -42,7 +45,8 @@ def wait(collective: Future, *calls: Future, timeout_s: float = 30.0) -> list[st
     def give_up() -> None:
         given_up.append("given up")
 
-    broadcast.wait_together(collective, list(calls), SERVERS, timeout_s, "broadcast", give_up)
+    group: Any = SimpleNamespace(servers=SERVERS, _timeout_s=timeout_s, break_up=give_up)
+    WeightGroup.wait_together(group, collective, list(calls), "broadcast")
     return given_up
 
 
