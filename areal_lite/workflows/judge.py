@@ -30,7 +30,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -150,6 +150,7 @@ class Servers:
     def __init__(self, rubric: Rubric, folder: Path) -> None:
         self._config = ServerConfig(host=_HOST, **rubric.server or {})
         self._model, self._gpus, self._folder = rubric.model, rubric.gpus, folder
+        self._started = AsyncExitStack()
 
     @classmethod
     def check(cls, rubric: Rubric) -> None:
@@ -179,18 +180,19 @@ class Servers:
         folder = self._folder
         self._pool = server_pool(config, model=self._model, seed=0, run_dir=folder, gpus=gpus)
         self._client = SGLangClient(SyncConfig().health_timeout_s)
+        self._started.push_async_callback(self._client.close)
         announced, failed = partial(announced_servers, folder), partial(mark_unhealthy, folder)
         self._fleet = Fleet(self._client, announced, lambda: None, failed)
         self._pool.__enter__()
-        self._watch = asyncio.create_task(self._fleet.watch())
+        self._started.push_async_callback(asyncio.to_thread, self._pool.__exit__)
+        self._started.callback(asyncio.create_task(self._fleet.watch()).cancel)
         log.info("waiting for the judge's server, which loads %s; logs: %s", self._model, folder)
         async with self.place():
             log.info("the judge is ready")
 
     async def close(self) -> None:
-        self._watch.cancel()
-        await self._client.close()
-        await asyncio.to_thread(self._pool.__exit__)
+        """End what has been started."""
+        await self._started.aclose()
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[str]:

@@ -285,6 +285,18 @@ def test_its_own_servers_get_the_gpus_that_it_names(monkeypatch, gpus, fits) -> 
         judge.Servers.check(rubric)
 
 
+def test_a_judge_that_cannot_start_says_why(monkeypatch, tmp_path) -> None:
+    """Not that its servers, which have not been started, cannot be ended."""
+
+    async def fail(self) -> None:
+        raise ValueError("no worker can start")
+
+    monkeypatch.setattr(Judge, "_start_worker", fail)
+    rubric = Rubric(model="m", question="{completion}", server={})
+    with pytest.raises(ValueError, match="no worker can start"):
+        asyncio.run(Judge(rubric, 1, 1.0, tmp_path / "judge.sqlite").start())
+
+
 def test_a_rubric_that_is_not_there_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="No such file"):
         load_reward_function(f"{MODULE}:{tmp_path}/rubric.md")
