@@ -272,7 +272,8 @@ class Player:
         first: int = 0,
     ) -> list[Rollout]:
         """Play a rollout for each request id on ready servers, from sample `first` on."""
-        sessions = list(map(Session, rids, await self.fleet.place(len(rids))))
+        servers = await self.fleet.place(len(rids))
+        sessions = [Session(rid, server, holders=servers) for rid, server in zip(rids, servers)]
         episodes = [
             Episode(
                 prompt=prompt,

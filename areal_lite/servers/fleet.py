@@ -82,6 +82,7 @@ class Session:
     server: ServerInfo  # of its last turn
     reserved: bool = True  # before the first turn
     turns: int = 0
+    holders: list[ServerInfo] = field(default_factory=list)  # of the prompt, known to its group
 
 
 def request_seed(run_seed: int, request: str) -> int:
@@ -299,8 +300,6 @@ class Fleet:
         self.gate = RequestGate(client, self.router, self.counts, self._run_id)
         self._waiting = 0  # calls of `reserve` that wait
         self._ready = asyncio.Event()
-        # Completions in progress, by server and prompt.
-        self._prefixes: Counter[tuple[ServerInfo, bytes]] = Counter()
         self._pushing: list[ServerInfo] = []
         self._push_changes = 0  # pushes that began or ended
         self.taken_over: set[ServerInfo] = set()
@@ -405,36 +404,36 @@ class Fleet:
     ) -> Completion:
         """Sample one turn of an episode: a whole completion of `prompt` (int32 [n]).
 
-        If it has to move, it prefers servers with other completions of its group: they hold the
-        prefix. The first dropped connection is forgiven if the server passes a health check.
+        If it has to move, it prefers a server to which another sample of its group went: that holds
+        the prompt. The first dropped connection is forgiven if the server passes a health check.
         """
         completion = Completion()
         rid = f"{session.rid}-{session.turns}"
         params = replace(params, seed=request_seed(self._seed, rid))
-        prefix = prompt.tobytes()
         refusals: dict[ServerInfo, ServerRefused] = {}
         forgiven: set[ServerInfo] = set()
         server = session.server if session.reserved else await self.reserve([session.server])
         session.turns, session.reserved = session.turns + 1, False
         while True:
             session.server = server
-            with self._placed(server, prefix):
-                try:
-                    rid_of_run = f"{self._run_id}-{rid}"
-                    await self.gate.generate(server, prompt, params, rid_of_run, completion)
-                    break
-                except ServerNotReady:
-                    pass
-                except ServerRefused as error:
-                    refusals[server] = error
-                except ServerFailed as error:
-                    if server not in forgiven and await self._lost_only_a_connection(error):
-                        forgiven.add(server)
-                    else:
-                        self._fail(error)
+            try:
+                rid_of_run = f"{self._run_id}-{rid}"
+                await self.gate.generate(server, prompt, params, rid_of_run, completion)
+                break
+            except ServerNotReady:
+                pass
+            except ServerRefused as error:
+                refusals[server] = error
+            except ServerFailed as error:
+                if server not in forgiven and await self._lost_only_a_connection(error):
+                    forgiven.add(server)
+                else:
+                    self._fail(error)
+            finally:
+                self.release(server)
             self.counts["retries"] += 1
-            holders = [s for s in self.router.servers.values() if self._prefixes[s, prefix]]
-            server = await self._next_server(refusals, holders)
+            server = await self._next_server(refusals, session.holders)
+            session.holders.append(server)
         for error in refusals.values():
             self._fail(error)
         return completion
@@ -468,19 +467,6 @@ class Fleet:
         if not any(map(self.router.is_ready, others)):
             raise next(iter(refusals.values()))
         return await self.reserve(others)
-
-    @contextmanager
-    def _placed(self, server: ServerInfo, prefix: bytes) -> Iterator[None]:
-        """Count a completion of `prefix` on `server`. Its reservation is given back at the end."""
-        key = (server, prefix)
-        self._prefixes[key] += 1
-        try:
-            yield
-        finally:
-            self.release(server)
-            self._prefixes[key] -= 1
-            if not self._prefixes[key]:
-                del self._prefixes[key]
 
     def _fail(self, error: ServerError) -> None:
         """Leave the server of `error` out, move its requests, and have it replaced."""

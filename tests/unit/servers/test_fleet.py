@@ -386,14 +386,12 @@ def test_the_samples_of_a_group_move_to_one_server() -> None:
         client, unhealthy = OneToken(), []
         async with watched(client, [A, B, C], unhealthy) as fleet:
             assert await fleet.place(2) == [A, A]
-            group = B
+            group, holders = B, [B]
             assert await fleet.place(2) + [await fleet.reserve([B]) for _ in "ab"] == [B] * 4
             client.dead.add(B)
             client.slow.add(C)  # keeps them there long enough to look
-            tasks = [
-                asyncio.create_task(fleet.complete(Session(str(i), group), PROMPT, PARAMS))
-                for i in range(4)
-            ]
+            sessions = [Session(str(i), group, holders=holders) for i in range(4)]
+            tasks = [asyncio.create_task(fleet.complete(s, PROMPT, PARAMS)) for s in sessions]
             await until(lambda: fleet.gate.in_flight_on(C) == 4)
             client.slow.clear()
             await asyncio.gather(*tasks)
