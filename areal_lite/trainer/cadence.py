@@ -5,27 +5,22 @@ evaluation needs weights that the servers have, so it follows the first push at 
 of `eval.every`. Both depend on the completed steps alone, so a resumed run keeps them.
 """
 
-from dataclasses import dataclass
+from areal_lite.config import TrainConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cadence:
-    """The steps after which weights are pushed and evaluated. All numbers are training steps."""
+def is_pushed(config: TrainConfig, done: int) -> bool:
+    """Return whether the weights after `done` steps are pushed."""
+    return done % config.sync.every == 0 or done == config.trainer.steps
 
-    every: int  # from push to push, N
-    eval_every: int  # from evaluation to evaluation; 0 for none during training
-    steps: int  # of the run
 
-    def pushes(self, done: int) -> bool:
-        """Return whether the weights after `done` steps are pushed."""
-        return done % self.every == 0 or done == self.steps
+def is_evaluated(config: TrainConfig, done: int) -> bool:
+    """Return whether the push after `done` steps is evaluated while training continues."""
+    every = config.eval.every
+    if not every or not is_pushed(config, done) or done == config.trainer.steps:
+        return False
+    return done // every > (done - config.sync.every) // every
 
-    def evaluates(self, done: int) -> bool:
-        """Return whether the push after `done` steps is evaluated while training continues."""
-        if not self.eval_every or not self.pushes(done) or done == self.steps:
-            return False
-        return done // self.eval_every > (done - self.every) // self.eval_every
 
-    def last_evaluated(self, done: int) -> int:
-        """Return the newest version up to `done` that a run evaluates; 0 is the first."""
-        return next((step for step in range(done, 0, -1) if self.evaluates(step)), 0)
+def last_evaluated(config: TrainConfig, done: int) -> int:
+    """Return the newest version up to `done` that a run evaluates; 0 is the first."""
+    return next((step for step in range(done, 0, -1) if is_evaluated(config, step)), 0)

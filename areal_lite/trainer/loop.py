@@ -45,7 +45,7 @@ from areal_lite.system import heartbeat
 from areal_lite.system.files import write_json
 from areal_lite.system.processes import die_with_parent, run_role, start_daemon, steady_time
 from areal_lite.train_batch import TrainBatch, save_batch
-from areal_lite.trainer.cadence import Cadence
+from areal_lite.trainer.cadence import is_evaluated, is_pushed, last_evaluated
 from areal_lite.trainer.objective import build_objective
 from areal_lite.trainer.profile import profiled
 from areal_lite.trainer.step import build_models, policy_step
@@ -91,14 +91,11 @@ class TrainingRun:
         self.checkpoints = Checkpoints(
             run_dir / CHECKPOINTS_DIR, self.models.trained, trainer.keep_checkpoints
         )
-        self.cadence = Cadence(
-            every=config.sync.every, eval_every=config.eval.every, steps=trainer.steps
-        )
         self.start = self.done = self.pushed = self.checkpoints.resume()
         self.controller = self._join_controller()
         self.reporter = None
         if dist.get_rank() == 0:
-            self.reporter = Reporter(config, run_dir, self.controller, self.start, self.cadence)
+            self.reporter = Reporter(config, run_dir, self.controller, self.start)
         controller = self.controller if self.reporter else None
         self.pusher = make_pusher(self.models.policy, controller, config, run_dir)
         self.skipped = 0
@@ -206,7 +203,7 @@ class TrainingRun:
 
     def _push_if_due(self) -> PushReport | None:
         """Push the weights, or tell the controller that the step is complete without a push."""
-        if not self.cadence.pushes(self.done):
+        if not is_pushed(self.config, self.done):
             self.pusher.skip(self.done)
             return None
         self.pushed = self.done
@@ -364,14 +361,8 @@ class Reporter:
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        run_dir: Path,
-        controller: ControllerClient,
-        start: int,
-        cadence: Cadence,
+        self, config: TrainConfig, run_dir: Path, controller: ControllerClient, start: int
     ):
-        self._cadence = cadence
         self._config = config
         self._run_dir = run_dir
         self._controller = controller
@@ -408,7 +399,7 @@ class Reporter:
         self._collect(only_done=True)
         shown = (record[key] for key in ("reward_mean", "wait_s", "train_s"))
         log.info("step %d: reward %.3f, waited %.1f s, trained %.1f s", done, *shown)
-        if self._cadence.evaluates(done):
+        if is_evaluated(self._config, done):
             self._evaluate(done)
 
     def end_training(self) -> None:
@@ -429,7 +420,7 @@ class Reporter:
         """
         newest = max((e["version"] for e in read_events(self._run_dir, "evals")), default=-1)
         is_last = start == self._config.trainer.steps
-        return newest < (start if is_last else self._cadence.last_evaluated(start))
+        return newest < (start if is_last else last_evaluated(self._config, start))
 
     def _evaluate(self, version: int) -> None:
         """Start an evaluation on a connection of its own, since training continues meanwhile."""

@@ -8,7 +8,6 @@ import pytest
 from areal_lite.config import TrainConfig, save_config, without_secrets
 from areal_lite.tools.report.page import compare_page, run_page
 from areal_lite.trainer import loop
-from areal_lite.trainer.cadence import Cadence
 from tests.unit.tools.report.synthetic_run import hand_made
 
 SECRETS = {
@@ -87,6 +86,6 @@ def test_no_secret_reaches_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyP
     config.server.api_key, config.rollout.workflow_args = "secret-a", dict(SECRETS)
     config.trainer.steps = 3
     config.eval.problems = 0
-    loop.Reporter(config, tmp_path, None, 0, Cadence(every=1, eval_every=0, steps=3))
+    loop.Reporter(config, tmp_path, None, 0)
     assert seen[0]["trainer"]["steps"] == 3 and seen[0]["rollout"]["workflow_args"]["key2"]
     assert not found_in(str(seen)) and found_in(str(dataclasses.asdict(config)))

@@ -38,7 +38,7 @@ from areal_lite.tools.simulate.stand_ins import (
 )
 from areal_lite.tools.simulate.workload import Loss, TrainerSpeed, Workload
 from areal_lite.train_batch import TrainBatch
-from areal_lite.trainer.cadence import Cadence
+from areal_lite.trainer.cadence import is_pushed
 from areal_lite.trajectory import InterruptMode
 
 # Virtual seconds after which a batch will never come. Health checks never let time stand still.
@@ -71,8 +71,6 @@ class SimulatedTrainer:
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        config = self.config
-        self._cadence = Cadence(every=config.sync.every, eval_every=0, steps=config.trainer.steps)
         self._resyncs = 0
 
     async def train(self, steps: int) -> None:
@@ -124,7 +122,7 @@ class SimulatedTrainer:
         return shards, info
 
     async def _push_if_due(self, done: int) -> None:
-        if self._cadence.pushes(done):
+        if is_pushed(self.config, done):
             await self._push(done)
         else:
             await self._handle(protocol.StepDone(done))

@@ -9,7 +9,6 @@ import pytest
 from areal_lite.config import TrainConfig
 from areal_lite.quickstart import sft_rank
 from areal_lite.trainer import loop
-from areal_lite.trainer.cadence import Cadence
 from areal_lite.trainer.loop import TrainingRun
 from areal_lite.weights.push import Pusher
 
@@ -33,7 +32,8 @@ class Calls(Pusher):
 def run_at(step: int) -> tuple[TrainingRun, Calls]:
     """Return a run that resumed from the checkpoint of `step`, without its models."""
     run, calls = TrainingRun.__new__(TrainingRun), Calls()
-    run.cadence = Cadence(every=3, eval_every=0, steps=8)
+    run.config = TrainConfig(model="m")
+    run.config.sync.every, run.config.trainer.steps = 3, 8
     run.done = run.pushed = step
     run.pusher = calls
     return run, calls

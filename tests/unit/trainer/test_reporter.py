@@ -10,7 +10,6 @@ import torch
 from areal_lite.config import TrainConfig
 from areal_lite.run_dir.metrics import append_event, read_events
 from areal_lite.train_batch import TrainBatch
-from areal_lite.trainer.cadence import Cadence
 from areal_lite.trainer.loop import Reporter, proximal_record
 from areal_lite.trajectory import Trajectory
 
@@ -84,8 +83,8 @@ def test_an_evaluation_that_a_kill_ended_is_made_again(
     asked: list[int] = []
     monkeypatch.setattr(Reporter, "_evaluate", lambda self, version: asked.append(version))
     monkeypatch.setattr("areal_lite.trainer.loop.LogprobAgreement", lambda *_: None)
-    cadence = Cadence(every=1, eval_every=4, steps=9)
-    Reporter(config, tmp_path, None, start, cadence)._metrics.close()
+    config.eval.every, config.trainer.steps = 4, 9
+    Reporter(config, tmp_path, None, start)._metrics.close()
     assert asked == again
 
 
@@ -98,8 +97,8 @@ def test_a_deterministic_run_waits_for_an_evaluation_before_the_next_push(
     monkeypatch.setattr("areal_lite.trainer.loop.start_daemon", lambda evaluate: evaluation)
     config = TrainConfig(model="m", run_dir=str(tmp_path))
     config.server.deterministic = deterministic
-    cadence = Cadence(every=1, eval_every=2, steps=9)
-    reporter = Reporter(config, tmp_path, None, 2, cadence)
+    config.eval.every, config.trainer.steps = 2, 9
+    reporter = Reporter(config, tmp_path, None, 2)
     batch = TrainBatch.from_trajectories([trajectory(7, 0, 3)])
     reporter.agreement.begin(batch, [])
     reporter.before_push(2, batch, torch.zeros(len(batch.tokens)))
