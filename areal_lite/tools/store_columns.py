@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -15,16 +17,11 @@ from areal_lite.trajectory import GroupState
 _ROWS = 8192
 _STATES = list(GroupState)
 
-# The columns of a Table.
+# The columns of a Table that the store has: how it writes them, and the dtype.
 _COLUMNS = {
     "group": ("t.group_id", np.int64),
     "sample": ("t.sample_index", np.int32),
     "trace": ("t.trace_index", np.int32),
-    "traces": (
-        "(SELECT count(*) FROM trajectories e"
-        " WHERE e.group_id = t.group_id AND e.sample_index = t.sample_index)",
-        np.int64,
-    ),
     "step": ("coalesce(g.step, -1)", np.int64),
     "reward": ("t.reward", np.float64),
     "truncated": ("t.finish_reason = 'length'", np.bool_),
@@ -93,24 +90,45 @@ class Groups:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Trajectories as columns, n of them with s segments."""
+    """Trajectories as columns, n of them with s segments, by group, sample and trace index."""
 
-    columns: dict[str, np.ndarray]  # [n], by the names that were asked for, also as table[name]
+    # group, sample, trace: int64 or int32 [n], group id, sample index and trace index
+    group: np.ndarray
+    sample: np.ndarray
+    trace: np.ndarray
+    step: np.ndarray  # int64 [n], the training step that used it, from 0; -1 for none
+    reward: np.ndarray  # float64 [n], NaN without one
+    truncated: np.ndarray  # bool [n]
+    # prompt, tokens: int32 [n], tokens of the prompt and of everything
+    prompt: np.ndarray
+    tokens: np.ndarray
+    # oldest, newest: int32 [n], the weight versions of its first and last segment, or -1
+    oldest: np.ndarray
+    newest: np.ndarray
+    num_segments: np.ndarray  # int32 [n]
+    # started, finished: float64 [n], wall-clock seconds
+    started: np.ndarray
+    finished: np.ndarray
+    server: np.ndarray  # int64 [n], index into `servers`
+    servers: list[str]  # names, "servers" where the server is unknown
     owner: np.ndarray  # int64 [s], the trajectory of each segment, an index below n
-    version: np.ndarray  # int64 [s], as `start` and `end`, of the segments in order
+    # version, start, end: int64 [s], weight version and tokens of the segments, in order
+    version: np.ndarray
     start: np.ndarray
     end: np.ndarray
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self.columns[name]
-
     def __len__(self) -> int:
-        return len(next(iter(self.columns.values())))
+        return len(self.group)
 
-    @property
+    @cached_property
+    def length(self) -> np.ndarray:
+        """Return the number of tokens of each segment, int64 [s]."""
+        return self.end - self.start
+
+    @cached_property
     def sampled(self) -> np.ndarray:
         """Return the sampled tokens of each trajectory, int64 [n]."""
-        return np.bincount(self.owner, self.end - self.start, len(self)).astype(np.int64)
+        return np.bincount(self.owner, self.length, len(self)).astype(np.int64)
 
 
 def to_groups(rows: Iterable[Sequence[Any]] = ()) -> Groups:
@@ -135,19 +153,28 @@ def _numbers(row: Sequence[Any]) -> tuple[float, ...]:
     return (group_id, index, drawn, size, place, *counts, reason, admitted, ended, damaged)
 
 
-def to_table(names: Sequence[str], rows: Sequence[Sequence[Any]] = ()) -> Table:
-    """Return the columns of rows: the segments as JSON, then a value for each name."""
-    segments, *values = zip(*rows) if rows else [()] * (1 + len(names))
+def to_table(chunks: Iterable[Sequence[Sequence[Any]]] = ()) -> Table:
+    """Return the columns of rows, given in chunks: values of _COLUMNS, then segments as JSON."""
+    parts = [_part(rows) for rows in chain([[]], chunks)]
+    firsts = np.cumsum([0, *(len(part["group"]) for part in parts)])
+    for first, part in zip(firsts, parts):
+        part["owner"] += first
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    servers, columns["server"] = np.unique(columns["server"], return_inverse=True)
+    return Table(**columns, servers=[name or "servers" for name in servers.tolist()])
+
+
+def _part(rows: Sequence[Sequence[Any]]) -> dict[str, np.ndarray]:
+    *values, segments = zip(*rows) if rows else [()] * (len(_COLUMNS) + 1)
     found: list[Any] = _SEGMENTS.decode(f"[{','.join(segments)}]")
     lengths = np.array([len(own) for own in found], np.int64)
     flat = np.array([part for own in found for part in own], np.int64).reshape(-1, 3)
-    return Table(
-        columns={name: np.array(column, _COLUMNS[name][1]) for name, column in zip(names, values)},
-        owner=np.repeat(np.arange(len(lengths)), lengths),
-        version=flat[:, 0],
-        start=flat[:, 1],
-        end=flat[:, 2],
-    )
+    columns = zip(_COLUMNS.items(), values, strict=True)
+    return {
+        **{name: np.array(column, dtype) for (name, (_, dtype)), column in columns},
+        "owner": np.repeat(np.arange(len(lengths)), lengths),
+        **dict(zip(("version", "start", "end"), flat.T)),
+    }
 
 
 class ColumnReader(RunReader):
@@ -171,25 +198,16 @@ class ColumnReader(RunReader):
         )
         return to_groups(self._query(query))
 
-    def table(self, names: Sequence[str], drawn: bool = False) -> Table:
-        """Return all trajectories as columns, by group, sample and trace.
+    def table(self, drawn: bool = False) -> Table:
+        """Return all trajectories as columns.
 
-        With `drawn`: each draw of a trajectory from a replay buffer, with the draw's `step`.
+        With `drawn`: each draw of a trajectory from a replay buffer, in order, with its `step`.
         """
-        columns = ", ".join(["t.segments", *(_COLUMNS[name][0] for name in names)])
-        parts = [to_table(names)]
+        columns = ", ".join(column for column, _ in _COLUMNS.values())
+        source = _DRAWN if drawn else _EACH
         with self._explained():
-            cursor = self._db.execute(f"SELECT {columns} FROM {_DRAWN if drawn else _EACH}")
-            while rows := cursor.fetchmany(_ROWS):
-                parts.append(to_table(names, rows))
-        firsts = np.cumsum([0, *map(len, parts)]).tolist()
-        return Table(
-            columns={name: np.concatenate([part[name] for part in parts]) for name in names},
-            owner=np.concatenate([first + part.owner for first, part in zip(firsts, parts)]),
-            version=np.concatenate([part.version for part in parts]),
-            start=np.concatenate([part.start for part in parts]),
-            end=np.concatenate([part.end for part in parts]),
-        )
+            cursor = self._db.execute(f"SELECT {columns}, t.segments FROM {source}")
+            return to_table(iter(lambda: cursor.fetchmany(_ROWS), []))
 
     def solved_shares(self) -> Iterator[tuple[int, float]]:
         """Yield the prompt index of each group, and its share of positive rewards."""

@@ -39,7 +39,6 @@ from areal_lite.run_dir.paths import (
 from areal_lite.run_dir.resume import damage
 from areal_lite.tools.audit.records import Check, Records, open_records
 from areal_lite.tools.audit.store import (
-    COLUMNS,
     check_groups,
     check_prompts,
     check_rows,
@@ -67,15 +66,16 @@ class StepSums:
 
     def __init__(self, records: Records, table: Table, steps: int):
         """Take the trajectories, and the number of completed steps."""
-        used = table["step"] >= 0
-        step, share = table["step"][used], 1 / table["traces"][used]
+        used = table.step >= 0
+        episode = np.cumsum(table.trace == 0)  # of each trajectory
+        step, share = table.step[used], 1 / np.bincount(episode)[episode[used]]
         self.trajectories = np.bincount(step, minlength=steps)
         self.episodes = np.bincount(step, share, steps)
-        self.rewards = np.bincount(step, share * np.nan_to_num(table["reward"][used]), steps)
+        self.rewards = np.bincount(step, share * np.nan_to_num(table.reward[used]), steps)
         of_used = used[table.owner]
         owner, version = table.owner[of_used], table.version[of_used]
-        length = (table.end - table.start)[of_used]
-        group, step = table["group"][owner], table["step"][owner]
+        length = table.length[of_used]
+        group, step = table.group[owner], table.step[owner]
         staleness = step - version
         self.tokens = np.bincount(step, length, steps).astype(np.int64)
         starts, no_bound = records.starts, 2**30
@@ -321,10 +321,10 @@ def audit(run_dir: Path, tokens: bool = False) -> list[Check]:
 
 def _checks_of_store(records: Records, store: ColumnReader, tokens: bool) -> list[Check]:
     groups = store.group_table()
-    table = trained = store.table(COLUMNS)
+    table = trained = store.table()
     newest = groups.step.max(initial=-1)
     if records.replays:
-        trained = store.table(COLUMNS, drawn=True)
+        trained = store.table(drawn=True)
         newest = max(store.draw_counts(), default=-1)
     sums = StepSums(records, trained, int(newest) + 1)
     return [

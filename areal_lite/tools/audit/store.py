@@ -23,10 +23,6 @@ _NONE = -1
 # A prompt that was put back is the next one to be handed out. While its drop is committed, others
 # may still be drawn.
 _COMMIT_S = 60.0
-COLUMNS = (
-    *("group", "sample", "trace", "traces", "step", "reward", "prompt", "tokens"),
-    *("oldest", "newest", "num_segments", "started", "finished"),
-)
 
 
 def check_groups(groups: Groups, table: Table, records: Records, store: ColumnReader) -> Check:
@@ -54,7 +50,7 @@ def check_groups(groups: Groups, table: Table, records: Records, store: ColumnRe
     none_may(has_trajectories & (groups.trajectories < 1), "finished groups without trajectories")
     for fault, ids in store.faulty(GROUP_FAULTS):
         check.none_of(ids, fault)
-    first, last = (np.searchsorted(table["group"], groups.ids, side) for side in ("left", "right"))
+    first, last = (np.searchsorted(table.group, groups.ids, side) for side in ("left", "right"))
     found, expected = last - first, np.maximum(groups.trajectories, 0)
     none_may(found < expected, "groups that lack trajectories")
     none_may(found > expected, "groups with more trajectories than they count")
@@ -248,17 +244,17 @@ def check_trajectories(table: Table, groups: Groups) -> list[Check]:
         "tokens",
     )
     for what, wrong in _violations(table).items():
-        columns = (table[name][wrong] for name in ("group", "sample", "trace"))
+        columns = (column[wrong] for column in (table.group, table.sample, table.trace))
         check.none_of([f"{group}/{trace_name(*trace)}" for group, *trace in zip(*columns)], what)
-    orphans = np.setdiff1d(table["group"], groups.ids).tolist()
+    orphans = np.setdiff1d(table.group, groups.ids).tolist()
     check.none_of(orphans, "trajectories of groups that have no row")
     return [check, _check_copies(table)]
 
 
 def _check_copies(table: Table) -> Check:
-    used = table["step"] >= 0
+    used = table.step >= 0
     # Two trajectories never start and end at the same times, to a part of a microsecond.
-    lives, groups = (table["started"] + 1j * table["finished"])[used], table["group"][used]
+    lives, groups = (table.started + 1j * table.finished)[used], table.group[used]
     order = np.argsort(lives, kind="stable")
     lives, groups = lives[order], groups[order]
     same = (lives[1:] == lives[:-1]) & (groups[1:] != groups[:-1])
@@ -276,7 +272,7 @@ def _check_copies(table: Table) -> Check:
 
 def _violations(table: Table) -> dict[str, np.ndarray]:
     """Map each fault that occurs to the trajectories that have it, bool [n]."""
-    n, columns = len(table), table.columns
+    n = len(table)
     next_to = table.owner[1:] == table.owner[:-1]
     back = next_to & (table.version[1:] < table.version[:-1])
     overlap = next_to & (table.start[1:] < table.end[:-1])
@@ -285,20 +281,20 @@ def _violations(table: Table) -> dict[str, np.ndarray]:
     has = last >= first
     summary = np.zeros(n, bool)
     summary[has] = (
-        (table.version[first[has]] != columns["oldest"][has])
-        | (table.version[last[has]] != columns["newest"][has])
-        | (table.start[first[has]] != columns["prompt"][has])
+        (table.version[first[has]] != table.oldest[has])
+        | (table.version[last[has]] != table.newest[has])
+        | (table.start[first[has]] != table.prompt[has])
     )
-    summary |= (last - first + 1) != columns["num_segments"]
-    outside = (table.start >= table.end) | (table.end > columns["tokens"][table.owner])
+    summary |= (last - first + 1) != table.num_segments
+    outside = (table.start >= table.end) | (table.end > table.tokens[table.owner])
     found = {
         "trajectories whose versions go back": _owners(table.owner[1:][back], n),
         "trajectories whose segments overlap": _owners(table.owner[1:][overlap], n),
         "trajectories with a segment outside of their tokens": _owners(table.owner[outside], n),
         "trajectories without a version": _owners(table.owner[table.version < 0], n),
         "trajectories whose columns contradict their segments": summary,
-        "trajectories that were trained on without a reward": (table["step"] >= 0)
-        & np.isnan(columns["reward"]),
+        "trajectories that were trained on without a reward": (table.step >= 0)
+        & np.isnan(table.reward),
     }
     return {what: wrong for what, wrong in found.items() if wrong.any()}
 

@@ -12,15 +12,11 @@ from areal_lite.config import stored_settings, value_of, without_secrets
 from areal_lite.run_dir.metrics import read_events, read_metrics
 from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE, SUMMARY_FILE
 from areal_lite.tools.commands import existing_run
-from areal_lite.tools.store_columns import ColumnReader, Groups, to_groups, to_table
+from areal_lite.tools.store_columns import ColumnReader, Groups, Table, to_groups, to_table
 from areal_lite.trajectory import GroupState, trace_name
 
 Metrics = Sequence[Mapping[str, Any]]
 """Lines of metrics.jsonl or evals.jsonl, in the order in which they were written."""
-
-# The columns that a table of the store and Columns share.
-_NAMES = ("group", "sample", "trace", "reward", "truncated", "prompt", "tokens")
-_NAMES += ("oldest", "newest", "started", "finished", "server")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,36 +73,10 @@ def read_run_config(run_dir: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
-    """The trajectories of a store, in the order of group, sample and trace index: n of them."""
+class Columns(Table):
+    """The trajectories of a store, and their groups."""
 
-    # group, sample, trace: int64 or int32 [n], group id, sample index and trace index
-    group: np.ndarray
-    sample: np.ndarray
-    trace: np.ndarray
-    reward: np.ndarray  # float64 [n], NaN without one
-    truncated: np.ndarray  # bool [n]
-    # prompt, tokens: int32 [n], tokens of the prompt and of everything
-    prompt: np.ndarray
-    tokens: np.ndarray
-    # oldest, newest: int32 [n], the weight versions of its first and last segment, or -1
-    oldest: np.ndarray
-    newest: np.ndarray
-    # started, finished: float64 [n], wall-clock seconds
-    started: np.ndarray
-    finished: np.ndarray
-    server: np.ndarray  # int64 [n], index into `servers`
-    servers: list[str]  # names, "servers" where the server is unknown
-    step: np.ndarray  # int64 [n], the training step that used it, from 0; -1 for none
-    sampled: np.ndarray  # int64 [n], sampled tokens
-    owner: np.ndarray  # int64 [s], the trajectory of each segment
-    # version, length: int64 [s], weight version and number of tokens of each segment
-    version: np.ndarray
-    length: np.ndarray
     groups: Groups
-
-    def __len__(self) -> int:
-        return len(self.group)
 
     @property
     def kept(self) -> np.ndarray:
@@ -134,24 +104,12 @@ def read_columns(path: Path) -> Columns:
     Without a store there are no trajectories: a run with debug=train_only has none. Raises
     ValueError for a store that cannot be read.
     """
-    groups, table = to_groups(), to_table(_NAMES)
+    groups, table = to_groups(), to_table()
     if path.exists():
         with closing(ColumnReader(path)) as reader:
             reader.snapshot()
-            groups = reader.group_table()
-            table = reader.table(_NAMES)
-    servers, server = np.unique(table["server"], return_inverse=True)
-    return Columns(
-        **{name: table[name] for name in _NAMES if name != "server"},
-        server=server,
-        servers=[name or "servers" for name in servers.tolist()],
-        step=groups.step[np.searchsorted(groups.ids, table["group"])],
-        sampled=table.sampled,
-        owner=table.owner,
-        version=table.version,
-        length=table.end - table.start,
-        groups=groups,
-    )
+            groups, table = reader.group_table(), reader.table()
+    return Columns(**vars(table), groups=groups)
 
 
 def source_names(metrics: Metrics) -> list[str]:
