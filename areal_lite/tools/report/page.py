@@ -65,11 +65,11 @@ _COLUMNS = {
 }
 _FIGURES = {
     "sampled_after": "accuracy, sampled",
-    "reward_last": "reward, last steps",
+    "reward_end": "reward, last steps",
     "tokens_per_s": "tokens/s trained on",
     "staleness_mean": "mean staleness",
     "wait_share": "trainer waited",
-    "pause_mean": "pause per push",
+    "pause_s_mean": "pause per push",
 }
 
 

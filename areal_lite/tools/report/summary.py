@@ -37,21 +37,21 @@ FACTS = (
     Fact("sampled_after", "accuracy of the last evaluation, sampled", percent),
     Fact("greedy_before", "accuracy before training, greedy", percent),
     Fact("greedy_after", "accuracy of the last evaluation, greedy", percent),
-    Fact("reward_first", "mean reward of the first five steps", short),
-    Fact("reward_last", "mean reward of the last five steps", short),
-    Fact("seconds", "time, first trajectory to last step", duration),
+    Fact("reward_start", "mean reward of the first five steps", short),
+    Fact("reward_end", "mean reward of the last five steps", short),
+    Fact("training_s", "time, first trajectory to last step", duration),
     Fact("trajectories", "trajectories trained on", _count),
     Fact("tokens", "tokens trained on", _count),
     Fact("tokens_per_s", "tokens trained on per second", short),
     Fact("wait_share", "share of the time that the trainer waited", percent),
     Fact("staleness_mean", "mean staleness, steps", short),
-    Fact("staleness_max", "largest staleness, steps", short),
-    Fact("interrupted", "trajectories of more than one weight version", percent),
+    Fact("max_staleness", "largest staleness, steps", short),
+    Fact("multi_segment_share", "trajectories of more than one weight version", percent),
     Fact("behave_kl", "mean KL of behavior and proximal, nats per token", short),
     Fact("ess", "mean effective sample size", "{:.4f}".format),
     Fact("pushes", "weight pushes", _count),
-    Fact("pause_mean", "mean pause per push", pause),
-    Fact("pause_max", "longest pause", pause),
+    Fact("pause_s_mean", "mean pause per push", pause),
+    Fact("pause_s_max", "longest pause", pause),
     Fact("length_mean", "mean response, tokens", short),
     Fact("truncated", "responses cut off at the token budget", percent),
 )
@@ -62,7 +62,7 @@ def count_facts(run: RunData) -> dict[str, Any]:
     metrics, evals, columns = run.metrics, run.evals, run.columns
     used = columns.step >= 0
     pauses = [seconds for _, seconds in pushes_of(metrics).values()]
-    seconds = training_s(run) if metrics and len(columns) else None
+    seconds = training_s(run) or None
     tokens = int(columns.sampled[used].sum())
     main = [e for e in evals if e.get("name") == evals[0].get("name")]
     before, after = main[0] if main else {}, main[-1] if len(main) > 1 else {}
@@ -73,21 +73,21 @@ def count_facts(run: RunData) -> dict[str, Any]:
         "sampled_after": after.get("sampled"),
         "greedy_before": before.get("greedy"),
         "greedy_after": after.get("greedy"),
-        "reward_first": _mean(rewards[:5]),
-        "reward_last": _mean(rewards[-5:]),
-        "seconds": seconds,
+        "reward_start": _mean(rewards[:5]),
+        "reward_end": _mean(rewards[-5:]),
+        "training_s": seconds,
         "trajectories": int(used.sum()),
         "tokens": tokens,
-        "tokens_per_s": tokens / seconds if seconds else None,
-        "wait_share": _waited_s(run) / seconds if seconds else None,
+        "tokens_per_s": tokens / seconds if seconds and tokens else None,
+        "wait_share": _waited_s(run) / seconds if seconds and len(columns) else None,
         "staleness_mean": mean_of(metrics, "staleness_mean"),
-        "staleness_max": max((m.get("staleness_max") or 0 for m in metrics), default=None),
-        "interrupted": _mean((columns.newest > columns.oldest)[used]),
+        "max_staleness": max((m.get("staleness_max") or 0 for m in metrics), default=None),
+        "multi_segment_share": _mean((columns.newest > columns.oldest)[used]),
         "behave_kl": mean_of(metrics, "behave_kl"),
         "ess": mean_of(metrics, "ess"),
         "pushes": len(pauses),
-        "pause_mean": _mean(pauses),
-        "pause_max": max(pauses, default=None),
+        "pause_s_mean": _mean(pauses),
+        "pause_s_max": max(pauses, default=None),
         "length_mean": _mean(columns.sampled[used]),
         "truncated": _mean(columns.truncated[used]),
     }
@@ -138,18 +138,16 @@ def headline(facts: Mapping[str, Any], planned: int | None, ended: bool) -> str:
     of = f" of {planned}" if planned and planned != facts["steps"] else ""
     parts = [
         f"{facts['steps']}{of} training steps on {facts['trajectories']:,} trajectories"
-        + (f" in {duration(facts['seconds'])}." if facts["seconds"] else ".")
+        + (f" in {duration(facts['training_s'])}." if facts["training_s"] else ".")
     ]
     if facts["sampled_after"] is not None and facts["sampled_before"] is not None:
         change = f"from {facts['sampled_before']:.0%} to {facts['sampled_after']:.0%}"
         parts.append(f"Held-out accuracy went {change} (sampled).")
-    elif facts["reward_last"] is not None:
-        change = f"from {short(facts['reward_first'])} to {short(facts['reward_last'])}"
+    elif facts["reward_end"] is not None:
+        change = f"from {short(facts['reward_start'])} to {short(facts['reward_end'])}"
         parts.append(f"Mean reward went {change}.")
-    if facts["interrupted"] is not None:
-        parts.append(
-            f"{facts['interrupted']:.0%} of the trajectories have tokens of more than one version."
-        )
+    if (share := facts["multi_segment_share"]) is not None:
+        parts.append(f"{share:.0%} of the trajectories have tokens of more than one version.")
     if not ended:
         parts.append("The run has not ended: it is still going, or it was killed.")
     return " ".join(parts)
@@ -176,39 +174,33 @@ def _mean(values: Any) -> float | None:
 def build_summary(
     run_dir: Path, config: TrainConfig, started_at: float, finished_at: float
 ) -> dict[str, Any]:
-    """Count the results of a run: times in seconds, staleness in training steps.
+    """Count the results of a run: its facts, times in seconds, staleness in training steps.
 
     Rates count the trajectories that were trained on, per second between the start of the first
-    trajectory and the end of the last step. The command began at `started_at`, and ended at
-    `finished_at`. Raises ValueError if `run_dir` has no run.
+    trajectory and the end of the last step. `accuracy_before` is sampled, at the temperature of
+    training. `accuracy_after` is the worse of greedy and sampled, so that no choice of decoding
+    flatters the result. The command began at `started_at`, and ended at `finished_at`. Raises
+    ValueError if `run_dir` has no run.
     """
     run = read_run(run_dir)
     facts = count_facts(run)
-    seconds = training_s(run)
+    seconds, after = facts["training_s"], (facts["sampled_after"], facts["greedy_after"])
     return {
         "run_dir": str(run_dir),
         "report": str(Path(run_dir) / REPORT_FILE),
-        "steps": len(run.metrics),
         "steps_planned": config.trainer.steps,
         "wall_s": finished_at - started_at,
-        "training_s": seconds,
-        **_accuracies(facts, run.evals),
+        **facts,
+        "accuracy_before": facts["sampled_before"],
+        "accuracy_after": min((share for share in after if share is not None), default=None),
+        "eval_problems": run.evals[0].get("problems") if run.evals else None,
         "reward_first": run.metrics[0]["reward_mean"] if run.metrics else None,
         "reward_last": run.metrics[-1]["reward_mean"] if run.metrics else None,
-        "tokens": facts["tokens"],
-        "trajectories": facts["trajectories"],
-        "tokens_per_s": facts["tokens"] / seconds if seconds else None,
         "trajectories_per_s": facts["trajectories"] / seconds if seconds else None,
-        "staleness_mean": facts["staleness_mean"],
-        "max_staleness": facts["staleness_max"],
         "staleness_bound": config.buffer.max_staleness,
-        "multi_segment_share": facts["interrupted"],
         "off_policy_label": off_policy_label(config.algo),
         "clip_fraction_mean": mean_of(run.metrics, "clip_fraction"),
         "behavior_weight_max": max(known_values(run.metrics, "weight_max"), default=None),
-        "pushes": facts["pushes"],
-        "pause_s_mean": facts["pause_mean"],
-        "pause_s_max": facts["pause_max"],
         **_counts(run),
     }
 
@@ -226,23 +218,6 @@ def _counts(run: RunData) -> dict[str, Any]:
         "trajectories_lost": totals["trajectories_lost"] if totals else missing,
         "groups": groups,
         "controller": totals or None,
-    }
-
-
-def _accuracies(facts: dict[str, Any], evals: list[dict[str, Any]]) -> dict[str, Any]:
-    """Compare the first evaluation (before training) with the last one (after training).
-
-    `accuracy_before` is sampled, at the temperature of training. `accuracy_after` is the worse of
-    greedy and sampled, so that no choice of decoding flatters the result.
-    """
-    keys = ("sampled_before", "sampled_after", "greedy_before", "greedy_after")
-    shares = {key: facts[key] for key in keys}
-    after = [shares[key] for key in ("sampled_after", "greedy_after") if shares[key] is not None]
-    return {
-        "accuracy_before": shares["sampled_before"],
-        "accuracy_after": min(after, default=None),
-        **shares,
-        "eval_problems": evals[0].get("problems") if evals else None,
     }
 
 

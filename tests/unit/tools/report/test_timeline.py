@@ -247,10 +247,10 @@ def test_the_time_between_two_starts_is_no_time_of_the_run(tmp_path: Path) -> No
     path.write_text("".join(json.dumps(step) + "\n" for step in metrics))
     before = training_s(read_run(tmp_path))
     assert downtime_s(metrics) == pytest.approx(0.0, abs=1e-6)
-    assert count_facts(read_run(tmp_path))["seconds"] == pytest.approx(before)
+    assert count_facts(read_run(tmp_path))["training_s"] == pytest.approx(before)
     for step in metrics[2:]:
         step["logged_at"] += 3600.0  # the run was killed, and resumed an hour later
     path.write_text("".join(json.dumps(step) + "\n" for step in metrics))
     assert downtime_s(metrics) == pytest.approx(3600.0)
     assert training_s(read_run(tmp_path)) == pytest.approx(before)
-    assert count_facts(read_run(tmp_path))["seconds"] == pytest.approx(before)
+    assert count_facts(read_run(tmp_path))["training_s"] == pytest.approx(before)
