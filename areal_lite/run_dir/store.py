@@ -31,10 +31,9 @@ in one transaction. Its other columns stay, so what the audit proves stays prova
 
 import asyncio
 import logging
-import queue
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -369,12 +368,12 @@ _RESULTS_AT_ONCE = 2
 
 @dataclass(slots=True)
 class _Call:
-    """A call to run; without a method, the request to close. Then its result or error."""
+    """A call to run, then its result or error."""
 
     future: asyncio.Future[Any]
-    method: Callable[..., Any] | None
-    args: tuple[Any, ...] = ()
-    durable: bool = False
+    method: Callable[..., Any]
+    args: tuple[Any, ...]
+    durable: bool
     result: Any = None
     error: Exception | None = None
 
@@ -390,49 +389,33 @@ class StoreThread:
 
     def __init__(self, store: Store):
         self._store = store
-        self._queue: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._queued: deque[_Call] = deque()
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._run, name="store", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, "store")
 
     def submit(
         self, method: Callable[..., T], *args: Any, durable: bool = False
     ) -> asyncio.Future[T]:
         """Queue `method(store, *args)` and return the future of its result."""
         future: asyncio.Future[T] = self._loop.create_future()
-        self._queue.put(_Call(future, method, args, durable))
+        self._queued.append(_Call(future, method, args, durable))
+        if len(self._queued) == 1:  # otherwise the commit that is due has this one, too
+            self._thread.submit(self._commit_queued)
         return future
 
     async def close(self) -> None:
         """Commit all submitted calls, then close the store."""
-        future = self._loop.create_future()
-        self._queue.put(_Call(future, None))
-        await future
+        await self._loop.run_in_executor(self._thread, self._store.close)
+        self._thread.shutdown()
 
-    def _run(self) -> None:
-        while not self._commit_queued():
-            pass
-
-    def _commit_queued(self) -> bool:
-        """Wait for calls, commit all queued ones at once, and return whether to end.
-
-        It keeps no call: a call may hold a group of trajectories.
-        """
-        calls = [self._queue.get()]
-        while not self._queue.empty():
-            calls.append(self._queue.get())
-        closing = [call for call in calls if call.method is None]
-        self._commit([call for call in calls if call.method is not None])
-        if closing:
-            self._store.close()
-            self._loop.call_soon_threadsafe(self._settle, closing)
-        return bool(closing)
-
-    def _commit(self, calls: list[_Call]) -> None:
+    def _commit_queued(self) -> None:
+        """Commit all queued calls at once. A commit that has just begun may have left none."""
+        calls = []
+        while self._queued:
+            calls.append(self._queued.popleft())
         try:
             self._store.begin(durable=any(call.durable for call in calls))
             for call in calls:
-                assert call.method is not None
                 call.result = call.method(self._store, *call.args)
             self._store.commit()
         except Exception as error:  # raised to every caller
