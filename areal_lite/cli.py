@@ -27,6 +27,7 @@ from areal_lite.config.command_line import (
 )
 from areal_lite.config.help import groups_text, help_text, show
 from areal_lite.extensions import load_object
+from areal_lite.system.processes import visible
 
 _HELP = ("--help", "-h")
 _NO_READER = 141  # what a shell shows of a program that SIGPIPE has ended
@@ -127,6 +128,9 @@ def _run(command: str, flags: set[str], config: Any) -> int:
     try:
         with interruptible():
             return _entry(command, flags)(config)
+    except (RuntimeError, TimeoutError) as error:  # often of a process, with the end of its log
+        print(f"areal-lite: {visible(str(error))}", file=sys.stderr)
+        return 1
     except (ValueError, OSError) as error:
         return _failed(error, 1)
     except KeyboardInterrupt:

@@ -48,7 +48,7 @@ from areal_lite.run_dir.metrics import EventFollower, forget_after, read_metrics
 from areal_lite.run_dir.paths import LOGS_DIR, PROFILE_DIR, SUMMARY_FILE
 from areal_lite.system import heartbeat
 from areal_lite.system.files import append_log, write_json
-from areal_lite.system.processes import back_off_s, visible
+from areal_lite.system.processes import back_off_s
 from areal_lite.trainer.profile import profiled_steps
 
 CONTROLLER = "areal_lite.controller.service"
@@ -114,7 +114,7 @@ def run(config: TrainConfig) -> int:
 
     The last line on stdout is the path of summary.json. Returns the exit status: STOPPED (75) when
     the run was asked to stop before its last step. Raises ValueError when another process runs in
-    the same directory.
+    the same directory, and RuntimeError or TimeoutError when a role fails.
     """
     with resume.lock_run_dir(Path(config.run_dir)):
         return run_locked(config)
@@ -122,11 +122,7 @@ def run(config: TrainConfig) -> int:
 
 def run_locked(config: TrainConfig) -> int:
     """Train as `run` does, while the caller holds the lock of the run directory."""
-    try:
-        stopped = train_and_report(config)
-    except (RuntimeError, TimeoutError) as error:
-        print(f"areal-lite: {visible(str(error))}", file=sys.stderr)
-        return 1
+    stopped = train_and_report(config)
     print(Path(config.run_dir) / SUMMARY_FILE)
     return resume.STOPPED if stopped else 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from areal_lite.cli import run_command
 from areal_lite.config import save_config
 from areal_lite.data.model_folder import check_model_folder
-from areal_lite.launch.roles import RoleFailed, Roles
+from areal_lite.launch.roles import Roles
 from areal_lite.quickstart.command import SftConfig
 from areal_lite.run_dir.metrics import read_events
 from areal_lite.run_dir.resume import STOPPED, clear_stop_request, lock_run_dir, stop_requested
@@ -30,7 +30,7 @@ def run(config: SftConfig) -> int:
     """Warm up and export to `config.out`; return the exit status.
 
     It is STOPPED if a stop was requested: a warm-up has no checkpoint, and begins again. Raises
-    ValueError if `config.out` exists.
+    ValueError if `config.out` exists, and RoleFailed when a rank fails.
     """
     if Path(config.out).exists():
         raise ValueError(f"out={config.out} exists already: remove it or choose another folder")
@@ -56,9 +56,6 @@ def _warm_up(config: SftConfig, run_dir: Path) -> int:
     except _StopRequested:
         print("stopped as requested: the warm-up begins again", file=sys.stderr)
         return STOPPED
-    except RoleFailed as error:
-        print(f"areal-lite: {error}", file=sys.stderr)
-        return 1
     print(config.out)
     return 0
 

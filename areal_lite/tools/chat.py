@@ -52,7 +52,8 @@ def run(config: ChatConfig) -> int:
     with tempfile.TemporaryDirectory(prefix="areal_lite-chat-") as scratch:
         run_dir = Path(scratch)
         turns = _turns(config, folder, run_dir)
-        return with_servers(config.server, str(folder), config.seed, run_dir, turns)
+        with_servers(config.server, str(folder), config.seed, run_dir, turns)
+    return 0
 
 
 def _turns(config: ChatConfig, folder: Path, run_dir: Path) -> Iterator[Coroutine[Any, Any, None]]:

@@ -31,7 +31,6 @@ from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import announced_servers, mark_unhealthy
 from areal_lite.system.files import write_json
 from areal_lite.system.gpus import divide_gpus, resolve_device, visible_gpus
-from areal_lite.system.processes import visible
 from areal_lite.tools.commands import EvalCommandConfig
 from areal_lite.tools.formatting import excerpt
 from areal_lite.workers.pool import TaskFailed
@@ -55,7 +54,8 @@ def run(config: EvalCommandConfig) -> int:
         check_model_folder(Path(config.model))
         save_config(config, run_dir)
         work = map(_evaluate, [config], [run_dir])  # lazily: once the servers are up
-        return with_servers(config.server, config.model, config.seed, run_dir, work)
+        with_servers(config.server, config.model, config.seed, run_dir, work)
+    return 0
 
 
 def with_servers(
@@ -64,25 +64,21 @@ def with_servers(
     seed: int,
     run_dir: Path,
     work: Iterable[Coroutine[Any, Any, None]],
-) -> int:
-    """Do each piece of `work` while servers of a model are up. Returns the exit status.
+) -> None:
+    """Do each piece of `work` while servers of a model are up.
 
-    The servers have all visible GPUs: there is no trainer.
+    The servers have all visible GPUs: there is no trainer. Raises RuntimeError or TimeoutError if
+    they fail.
     """
     gpus = visible_gpus() if resolve_device(server.device) == "cuda" else []
     divided = divide_gpus(gpus, server.count, server.tensor_parallel)
     pool = server_pool(
         server, model=model, seed=seed, run_dir=run_dir, gpus=dict(enumerate(divided))
     )
-    try:
-        with pool:
-            pool.wait_ready()
-            for piece in work:
-                asyncio.run(_while_servers_last(piece, pool))
-    except (RuntimeError, TimeoutError) as error:
-        print(f"areal-lite: {visible(str(error))}", file=sys.stderr)
-        return 1
-    return 0
+    with pool:
+        pool.wait_ready()
+        for piece in work:
+            asyncio.run(_while_servers_last(piece, pool))
 
 
 async def _while_servers_last(work: Coroutine[Any, Any, None], pool: ServerPool) -> None:

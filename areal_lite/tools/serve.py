@@ -65,7 +65,7 @@ def check(config: ServeConfig) -> None:
 
 
 def run(config: ServeConfig) -> int:
-    """Serve until Ctrl-C. Returns the exit status when the server is given up."""
+    """Serve until Ctrl-C. Raises RuntimeError or TimeoutError when the server is given up."""
     with tempfile.TemporaryDirectory(prefix="areal_lite-serve-") as scratch:
         endpoint = Endpoint(config, Path(scratch))
         try:
@@ -78,9 +78,6 @@ def run(config: ServeConfig) -> int:
                     if config.follow:
                         endpoint.follow()
                     time.sleep(_LOOK_EVERY_S)
-        except (RuntimeError, TimeoutError) as error:
-            _say(f"areal-lite: {error}")
-            return 1
         finally:
             endpoint.remove_exports()
 

@@ -5,7 +5,6 @@ the next push.
 """
 
 import asyncio
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -104,11 +103,7 @@ def _add(run_dir: Path, count: int) -> int:
     numbers = claim_numbers(run_dir / LOGS_DIR, config.server.count, count)
     names = ", ".join(f"server-{number}" for number in numbers)
     print(f"starting {names} until the run ends, or Ctrl-C: see {run_dir / LOGS_DIR}")
-    try:
-        asyncio.run(supervise_until_end(pool_beside(config, run_dir, numbers), run_dir))
-    except (RuntimeError, TimeoutError) as error:
-        print(visible(f"areal-lite: {error}"), file=sys.stderr)
-        return 1
+    asyncio.run(supervise_until_end(pool_beside(config, run_dir, numbers), run_dir))
     return 0
 
 

@@ -94,10 +94,9 @@ def test_the_remedy_for_a_moved_run_is_in_its_new_place(
     monkeypatch.setattr(local, "check_model_folder", lambda folder: None)
     monkeypatch.setattr(local, "check_numbers", lambda folder: None)
     config = TrainConfig(model="m", run_dir=str(old))
-    assert local.run_locked(config) == 1
-    shown = capsys.readouterr().err
-    assert f"run_dir={new} resume=auto continues from step 2" in shown
-    assert f"run_dir={old} has been moved: it is now {new}" in shown
+    with pytest.raises(RunMoved, match=f"run_dir={old} has been moved: it is now {new}"):
+        local.run_locked(config)
+    assert f"run_dir={new} resume=auto continues from step 2" in capsys.readouterr().err
     assert json.loads((new / "summary.json").read_text())["steps"] == 3
     assert not old.exists()
 
