@@ -238,9 +238,10 @@ def _open_for_append(path: Path) -> TextIO:
     if not path.exists():
         path.touch()
         sync_path(path.parent)
-    content = path.read_bytes()
-    if not content.endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
+    with open(path, "rb+") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        if file.read() != b"\n":  # otherwise the file, which may be long, is not read
+            file.truncate(path.read_bytes().rfind(b"\n") + 1)
     return open(path, "a", encoding="utf-8")
 
 
