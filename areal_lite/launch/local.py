@@ -153,7 +153,7 @@ def train_and_report(config: TrainConfig, on_step: OnStep | None = None) -> bool
         if isinstance(error, RunMoved):
             run_dir = error.place
             config = replace(config, run_dir=str(run_dir))
-        with suppress(OSError):  # a full disk must not hide why the run ended
+        with suppress(OSError, ValueError):  # a full disk or bad store must not hide the reason
             if read_metrics(run_dir):
                 finish(config, run_dir, started_at)
         print(how_to_continue(config), file=sys.stderr)
