@@ -35,7 +35,6 @@ from areal_lite.tools import memory
 from areal_lite.tools.evaluate import reading
 from areal_lite.tools.formatting import byte_size, counted, excerpt
 from areal_lite.tools.memory import SIZES, SharedGpu, share_gpu
-from areal_lite.tools.stored_run import stored_run
 from areal_lite.weights.push import BUCKET_BYTES, choose_transport
 
 # A token with its log-prob and text in the store, measured (benchmarks/results/store.json).
@@ -131,7 +130,7 @@ def prompt_lines(config: TrainConfig) -> list[str]:
     A data set on the hub is not downloaded, so nothing of it is checked.
     """
     if config.debug_mode == "train_only":  # its batches are stored
-        return [f"stored in {stored_run(config)}"]
+        return [f"stored in {config.debug.partition(':')[2]}"]
     configs = source_configs(config)
     lines = []
     for name, share in shares(configs).items():

@@ -5,12 +5,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from wsgiref.simple_server import WSGIServer, make_server
 
 from rich.console import Console
 
@@ -25,13 +24,14 @@ _WATCHED = (METRICS_FILE, EVALS_FILE, SUMMARY_FILE, STORE_FILE, f"{STORE_FILE}-w
 # A page is built again at most so often: seconds, and a multiple of the time that it takes.
 _LEAST_S = 2.0
 _PATIENCE = 4.0
-_HEADERS = {
-    "Content-Type": "text/html; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "Content-Security-Policy": "frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-}
+_LONGEST_S = 600.0  # that a page may take to be built
+_HEADERS = (
+    ("Content-Type", "text/html; charset=utf-8"),
+    ("Cache-Control", "no-cache"),
+    ("Content-Security-Policy", "frame-ancestors 'none'"),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+)
 
 
 @contextmanager
@@ -94,15 +94,6 @@ def _only_run(config: ReportConfig) -> Path:
     return existing_run(config.runs[0])
 
 
-class _PageServer(ThreadingHTTPServer):
-    daemon_threads = True  # an open connection must not keep the process alive
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print the error of a request, unless the browser has left: it reloads or is closed."""
-        if not isinstance(sys.exception(), ConnectionError):
-            super().handle_error(request, client_address)
-
-
 class LivePage:
     """The page of a run, built again when the run's files have changed."""
 
@@ -128,38 +119,30 @@ class LivePage:
             return self._page, self.tag
 
 
-def page_server(run_dir: Path, port: int) -> ThreadingHTTPServer:
+def page_server(run_dir: Path, port: int) -> WSGIServer:
     """Return a listening server of the page; call its `serve_forever`.
 
     Raises OSError if it cannot listen on `port` (0: any), and ValueError if `run_dir` has no run.
     """
+    from areal_lite.tools.report.exporter import LimitedServer, QuietHandler  # slow to import
+
     page = LivePage(run_dir)
     page.read()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if not is_loopback(self.headers.get("Host", ""), server.server_port):
-                self.send_error(HTTPStatus.FORBIDDEN, "open this page by its loopback address")
-            elif self.path != "/":
-                self.send_error(HTTPStatus.NOT_FOUND)
-            else:
-                self._answer(*page.read())
+    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> list[bytes]:
+        if not is_loopback(environ.get("HTTP_HOST", ""), server.server_port):
+            start_response("403 Forbidden", [])
+            return [b"open this page by its loopback address"]
+        if environ["PATH_INFO"] != "/":
+            start_response("404 Not Found", [])
+            return []
+        body, tag = page.read()
+        fresh = environ.get("HTTP_IF_NONE_MATCH") == tag
+        start_response("304 Not Modified" if fresh else "200 OK", [("ETag", tag), *_HEADERS])
+        return [] if fresh else [body]
 
-        def _answer(self, body: bytes, tag: str) -> None:
-            fresh = self.headers.get("If-None-Match") == tag
-            self.send_response(HTTPStatus.NOT_MODIFIED if fresh else HTTPStatus.OK)
-            self.send_header("ETag", tag)
-            for name, value in _HEADERS.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(0 if fresh else len(body)))
-            self.end_headers()
-            if not fresh:
-                self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Print nothing: the page asks every few seconds."""
-
-    server = _PageServer((LOOPBACK[0], port), Handler)
+    server = make_server(LOOPBACK[0], port, app, LimitedServer, QuietHandler)
+    server.longest_s = _LONGEST_S
     return server
 
 

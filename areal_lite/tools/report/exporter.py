@@ -201,12 +201,13 @@ def exporter(run_dirs: Sequence[Path], host: str, port: int) -> WSGIServer:
         start_response("200 OK", [("Content-Type", "application/json")])
         return [json.dumps(targets(run_dirs)).encode()]
 
-    return make_server(listen_address(host), port, app, _Server, _Quiet)
+    return make_server(listen_address(host), port, app, LimitedServer, QuietHandler)
 
 
-class _Server(ThreadingMixIn, WSGIServer):
+class LimitedServer(ThreadingMixIn, WSGIServer):
     """Serves each connection in a thread; their number and their time are limited."""
 
+    longest_s: float | None = None  # of a connection; None: _MAX_CONNECTION_S
     # An open connection of a client must not keep the process alive.
     daemon_threads = True
     request_queue_size = 128
@@ -229,7 +230,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     def service_actions(self) -> None:
         """End connections that are open for too long. `serve_forever` calls it all the time."""
         for request, opened_at in list(self._opened_at.items()):
-            if time.monotonic() - opened_at > _MAX_CONNECTION_S:
+            if time.monotonic() - opened_at > (self.longest_s or _MAX_CONNECTION_S):
                 with suppress(OSError):
                     request.shutdown(socket.SHUT_RDWR)
 
@@ -239,9 +240,9 @@ class _Server(ThreadingMixIn, WSGIServer):
             super().handle_error(request, client_address)
 
 
-class _Quiet(WSGIRequestHandler):
+class QuietHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing: a scrape comes every few seconds. Errors are still printed."""
+        """Print nothing: a request comes every few seconds. Errors are still printed."""
 
 
 def main() -> int:
