@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from areal_lite.system.processes import start_daemon
 from areal_lite.tools.diagnose.diagnosis import Finding, alarm_line, diagnose, missing_signal
 from areal_lite.tools.diagnose.history import read_history
 from areal_lite.tools.report import panel
-from areal_lite.tools.report.summary import build_summary, summary_table
+from areal_lite.tools.report.summary import build_summary, known_values, summary_table
 
 # A diagnosis reads so many of the newest steps, of 8 kB each in memory. It may take this share of
 # one core, and is not repeated before so many seconds.
@@ -47,42 +48,33 @@ class RunWatch:
 
     def __init__(self, config: TrainConfig, run_dir: Path):
         """Begin before the processes of the run start."""
-        self._config = config
         self._run_dir = run_dir
         self._metrics = EventFollower(run_dir, "metrics")
         self._evals = EventFollower(run_dir, "evals")
         self._warnings = _Warnings(run_dir / LOGS_DIR)
         self._findings = _Findings(run_dir)
-        earlier = self._metrics.read()  # by another start of the run
-        self._steps = deque(earlier, panel.RECENT_STEPS)
-        self._rewards = _rewards(earlier)
-        self._evaluation: dict[str, Any] | None = None
         self._step_at: float | None = None  # of the newest step of this start
+        self._state = panel.RunState(config=config)
+        self._add(self._metrics.read())  # by another start of the run
 
     def view(self) -> panel.View:
         """Return the present content of the panel."""
-        now = time.monotonic()
-        if steps := self._metrics.read():
-            self._steps.extend(steps)
-            self._rewards += _rewards(steps)
-            self._step_at = now
-        for evaluation in self._evals.read():
-            self._evaluation = evaluation
-        return panel.train_view(
-            panel.RunState(
-                config=self._config,
-                steps=list(self._steps),
-                rewards=self._rewards,
-                evaluation=self._evaluation,
-                status=read_status(self._run_dir),
-                since_step_s=now - self._step_at if self._step_at else 0.0,
-                notices=[*self._findings.read(now), *self._warnings.read()],
-            )
+        now, steps = time.monotonic(), self._metrics.read()
+        self._step_at = now if steps else self._step_at
+        self._add(
+            steps,
+            evaluation=(self._evals.read() or [self._state.evaluation])[-1],
+            status=read_status(self._run_dir),
+            since_step_s=now - self._step_at if self._step_at else 0.0,
+            notices=[*self._findings.read(now), *self._warnings.read()],
         )
+        return panel.train_view(self._state)
 
-
-def _rewards(steps: list[dict[str, Any]]) -> list[float]:
-    return [step["reward_mean"] for step in steps if step["reward_mean"] is not None]
+    def _add(self, steps: list[dict[str, Any]], **changes: Any) -> None:
+        """Add steps to the state of the run, and change other parts of it."""
+        recent = [*self._state.steps, *steps][-panel.RECENT_STEPS :]
+        rewards = [*self._state.rewards, *known_values(steps, "reward_mean")]
+        self._state = replace(self._state, steps=recent, rewards=rewards, **changes)
 
 
 class _Findings:
