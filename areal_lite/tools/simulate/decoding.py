@@ -27,7 +27,6 @@ No clock and no I/O: `advance` is given the time.
 
 import heapq
 import math
-from bisect import bisect_right
 from collections import deque
 from dataclasses import astuple, dataclass, field
 
@@ -75,7 +74,7 @@ class Generation:
     target: int  # tokens to generate
     prefill: float  # tokens of its context to compute, those not cached
     done: int = 0  # tokens generated so far, exact when it does not run
-    # (version, number of tokens), in order, as far as `done`
+    # (version, number of tokens), in order, as far as `done` or the last push
     spans: list[tuple[int, int]] = field(default_factory=list)
     begun_at: float = 0.0  # the server's count of steps when it began to run
 
@@ -122,9 +121,6 @@ class DecodingServer:
         self._ends: list[tuple[float, int, Generation]] = []
         self._begun = 0
         self._prefill_s = 0.0
-        # The count of steps at each push, and the version from then on.
-        self._push_steps: list[float] = [-1.0]
-        self._push_versions = [0]
 
     def add(self, request: Generation) -> None:
         """Queue a request, and start it if there is room."""
@@ -187,10 +183,10 @@ class DecodingServer:
 
     def resume(self, version: int) -> None:
         """Continue with the weights of `version`."""
+        for request in self.running:
+            self._record(request)
         self.paused = False
         self.version = version
-        self._push_steps.append(self._steps)
-        self._push_versions.append(version)
         self._start()
 
     def _decode(self, left: float, now: float) -> None:
@@ -258,25 +254,20 @@ class DecodingServer:
 
     def _leave(self, request: Generation) -> None:
         """Take a running request off the batch, and record the tokens that it got."""
-        ran = self._steps - request.begun_at
-        left = request.target - request.done
-        tokens = left if ran >= left - _EPSILON else int(ran + _EPSILON)
-        self.context -= request.context + request.done + ran
+        self.context -= request.context + request.done + (self._steps - request.begun_at)
         del self.running[request]
         if not self.running:
             self.context = self._prefill_s = 0.0
-        self._record(request, tokens)
-        request.done += tokens
+        request.done += self._record(request)
 
-    def _record(self, request: Generation, tokens: int) -> None:
-        """Record which versions sampled the `tokens` that a request got since it began."""
-        first = bisect_right(self._push_steps, request.begun_at)
-        ends = [int(s - request.begun_at + _EPSILON) for s in self._push_steps[first:]]
-        recorded = 0
-        for version, end in zip(self._push_versions[first - 1 :], [*ends, tokens], strict=True):
-            if (count := min(end, tokens) - recorded) > 0:
-                request.spans.append((version, count))
-                recorded += count
+    def _record(self, request: Generation) -> int:
+        """Record the tokens of the present version, and return all since the request began."""
+        ran, left = self._steps - request.begun_at, request.target - request.done
+        tokens = left if ran >= left - _EPSILON else int(ran + _EPSILON)
+        recorded = sum(count for _, count in request.spans) - request.done
+        if tokens > recorded:
+            request.spans.append((self.version, tokens - recorded))
+        return tokens
 
     def _retract(self, request: Generation) -> None:
         """Move a running request to the front of the queue, without its cache."""

@@ -242,14 +242,13 @@ class SimulatedServers:
             for number in range(count)
         ]
         self._slots = {info: _Slot(info, DecodingServer(speed)) for info in infos}
-        self._announced = infos
         # Tokens of a simulated token that an aborted request left unfinished, by completion.
         self._begun: dict[str, int] = {}
         self._past = Usage()
 
     def announced(self) -> list[ServerInfo]:
         """Return the servers that are up."""
-        return self._announced
+        return list(self._slots)
 
     async def generate(
         self,
@@ -322,10 +321,9 @@ class SimulatedServers:
 
     def lose(self, count: int) -> list[ServerInfo]:
         """End the first `count` servers with all that runs on them, and return them."""
-        gone = self._announced[:count]
+        gone = self.announced()[:count]
         for slot in self._up(gone):
             self._advance(slot)
-        self._announced = self._announced[count:]
         for info in gone:
             slot = self._slots.pop(info)
             self._past += slot.model.usage
@@ -340,7 +338,6 @@ class SimulatedServers:
         """Start the servers again, as new processes with the weights of version 0."""
         for info in (replace(server, pid=server.pid + 1) for server in servers):
             self._slots[info] = _Slot(info, DecodingServer(self._speed, now=self._loop.time()))
-            self._announced = [*self._announced, info]
 
     def usage(self) -> Usage:
         """Return what all servers have done until now, lost ones included."""
