@@ -47,7 +47,6 @@ def hooks() -> tuple[tuple[str, Callable[..., Any]], ...]:
         ("arg_groups.model_hook.attention_backends_of", _allowed_backends),
         ("models.gpt_oss.GptOssAttention.__init__", _make_attention),
         ("layers.rotary_embedding.factory.get_rope_wrapper", _rotation),
-        ("layers.moe.fused_moe_native.swiglu_gpt_oss_sigmoid_alpha", _gated_of_gpt_oss),
     )
 
 
@@ -156,14 +155,6 @@ def _make_attention(original: Callable[..., None], self: Any, *args: Any, **name
     original(self, *args, **named)
     sinks = self.sinks.to(self.qkv_proj.weight.dtype)
     self.sinks = nn.Parameter(sinks, requires_grad=False)
-
-
-def _gated_of_gpt_oss(
-    original: Callable[..., Tensor], x: Tensor, gemm1_alpha: float, gemm1_limit: float
-) -> Tensor:
-    """Compute what SGLang's function does without compiling it, which takes seconds."""
-    gate, up = x[..., ::2].clamp(max=gemm1_limit), x[..., 1::2].clamp(-gemm1_limit, gemm1_limit)
-    return gate * (gemm1_alpha * gate).sigmoid() * (up + 1)
 
 
 def _rotation(original: Callable[..., Any], *args: Any, device: Any = None, **named: Any) -> Any:
