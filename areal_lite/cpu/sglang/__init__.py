@@ -20,6 +20,7 @@ With a GPU nothing of this is active: `activate` returns None.
 """
 
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 _DENSE_MODELS = ("llama.LlamaModel", "qwen2.Qwen2Model", "qwen3.Qwen3Model")
@@ -41,17 +42,18 @@ def activate() -> str | None:
     from areal_lite.sglang_plugins import push
 
     after, around, replace = HookType.AFTER, HookType.AROUND, HookType.REPLACE
+    logits = "layers.logits_processor.LogitsProcessor"
     runner = "model_executor.model_runner.ModelRunner"
     updater = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     for target, hook, kind in (
         ("entrypoints.engine._set_envs_and_config", _fork_workers, after),
         ("managers.scheduler.Scheduler._should_defer_prefill", _defer_while_decoding, around),
-        *((f"models.{model}.forward", _forward, around) for model in _DENSE_MODELS),
+        *((f"models.{model}.forward", _late("decoder:forward"), around) for model in _DENSE_MODELS),
         *((f"models.{model}.__init__", _set_windows, after) for model in (*_DENSE_MODELS, _MOE)),
         *((target, hook, around) for target, hook in families.hooks()),
-        ("layers.logits_processor.LogitsProcessor._compute_lm_head", _lm_head, around),
-        *((f"{updater}.{update}", _forget_packed, around) for update in _UPDATES),
-        ("layers.sampler.sampling_from_probs_torch", _draw, around),
+        (f"{logits}._compute_lm_head", _late("decoder:lm_head"), around),
+        *((f"{updater}.{update}", _late("decoder:forget_packed"), around) for update in _UPDATES),
+        ("layers.sampler.sampling_from_probs_torch", _late("operators:draw"), around),
         (f"{runner}.maybe_enable_batch_invariant_mode", _make_invariant, replace),
         ("layers.sampler.multinomial_with_seed", multinomial_with_seed, replace),
     ):
@@ -83,10 +85,16 @@ class BucketMemory:
         return self._kept[:size]
 
 
-def _forward(*args: Any, **named: Any) -> Any:
-    from areal_lite.cpu.sglang import decoder  # SGLang knows its platform by now
+def _late(name: str) -> Callable[..., Any]:
+    """Return a hook that runs `module:function` of this package.
 
-    return decoder.forward(*args, **named)
+    The module is imported at the first call: SGLang knows its platform by then.
+    """
+
+    def hook(*args: Any, **named: Any) -> Any:
+        return resolve_name(f"{__name__}.{name}")(*args, **named)
+
+    return hook
 
 
 def _set_windows(_: None, self: Any, *__: Any, **___: Any) -> None:
@@ -96,24 +104,6 @@ def _set_windows(_: None, self: Any, *__: Any, **___: Any) -> None:
     for layer, windowed in zip(self.layers, has_window(self.config), strict=True):
         if windowed:  # SGLang does not count the token itself
             layer.self_attn.attn.sliding_window_size = self.config.sliding_window - 1
-
-
-def _lm_head(*args: Any, **named: Any) -> Any:
-    from areal_lite.cpu.sglang import decoder
-
-    return decoder.lm_head(*args, **named)
-
-
-def _forget_packed(*args: Any, **named: Any) -> Any:
-    from areal_lite.cpu.sglang import decoder
-
-    return decoder.forget_packed(*args, **named)
-
-
-def _draw(*args: Any, **named: Any) -> Any:
-    from areal_lite.cpu.sglang import operators
-
-    return operators.draw(*args, **named)
 
 
 def _make_invariant(self: Any) -> None:
