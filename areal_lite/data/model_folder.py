@@ -6,7 +6,6 @@ Each problem is a ValueError of one line that names the file, the place in it an
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -366,60 +365,72 @@ def _chunks(data: np.ndarray) -> Iterator[np.ndarray]:
 
 def tensor_names(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of the tensors that a config.json of one of MODEL_TYPES implies."""
-    kind, experts = config["model_type"], num_experts(config)
     yield from (EMBEDDING, "model.norm.weight")
     if not _is_tied(config):
         yield _HEAD
-    around, fused, nets = kind == "gemma3_text", kind == "phi3", kind in DELTA_NETS
+    nets, experts = config["model_type"] in DELTA_NETS, range(num_experts(config))
+    for layer in range(config.get("num_hidden_layers") or 0):
+        for name in layer_tensors(config, layer, has_net=nets and _is_net(config, layer)):
+            numbers = experts if "{expert}" in name else (0,)
+            yield from (f"model.layers.{layer}.{name.format(expert=number)}" for number in numbers)
+
+
+def layer_tensors(config: Mapping[str, Any], layer: int, *, has_net: bool) -> Iterator[str]:
+    """Yield the names of a layer's tensors, below model.layers.N, with `{expert}` for a number.
+
+    has_net: it has a gated delta net in place of attention.
+    """
+    kind = config["model_type"]
+    around = kind == "gemma3_text"
     after = around or kind == "olmo3"
     parts = ["post_attention_layernorm"]
     parts += ["post_feedforward_layernorm"] * after
     parts += ["input_layernorm"] * (around or not after) + ["pre_feedforward_layernorm"] * around
-    attention = ["self_attn.qkv_proj"] if fused else [f"self_attn.{name}_proj" for name in "qkv"]
-    attention += ["self_attn.o_proj"]
+    yield from (f"{part}.weight" for part in parts)
+    if has_net:
+        inputs = ("qkvz", "ba") if kind == "qwen3_next" else ("qkv", "z", "b", "a")
+        yield from (f"linear_attn.{name}" for name in ("A_log", "dt_bias"))
+        yield from (f"linear_attn.in_proj_{name}.weight" for name in inputs)
+        yield from (f"linear_attn.{name}.weight" for name in ("conv1d", "norm", "out_proj"))
+    else:
+        yield from _attention(config)
+    yield from _mlp(config, layer)
+
+
+def _attention(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of the tensors of attention."""
+    kind = config["model_type"]
+    names = ["qkv_proj"] if kind == "phi3" else ["q_proj", "k_proj", "v_proj"]
     if kind == "deepseek_v3":
         queries = ["q_a_proj", "q_a_layernorm", "q_b_proj"]
-        attention = queries if config.get("q_lora_rank") else ["q_proj"]
-        attention += ["kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"]
-        attention = [f"self_attn.{name}" for name in attention]
-    norms = after or kind.startswith("qwen3") or config.get("use_qk_norm")
-    attention += [f"self_attn.{name}_norm" for name in "qk" if norms]
-    inputs = ("qkvz", "ba") if kind == "qwen3_next" else ("qkv", "z", "b", "a")
-    net = [f"in_proj_{name}" for name in inputs] + ["conv1d", "norm", "out_proj"]
-    biases = ("q", "k", "v") if kind in ("qwen2", "gpt_oss") else ()
-    if kind == "glm4_moe" and config.get("attention_bias"):
-        biases = ("q", "k", "v")
-    biases += ("o",) * (kind == "gpt_oss")
-    layers = config.get("num_hidden_layers") or 0
-    dense = dense_layers(config) if experts else layers
-    for layer in range(layers):
-        prefix, own = f"model.layers.{layer}", attention
-        if nets and _is_net(config, layer):
-            own = [f"linear_attn.{name}" for name in net]
-            yield from (f"{prefix}.linear_attn.{name}" for name in ("A_log", "dt_bias"))
-        yield from (f"{prefix}.{part}.weight" for part in parts + own)
-        yield from (f"{prefix}.self_attn.{name}_proj.bias" for name in biases)
-        yield from [f"{prefix}.self_attn.sinks"] * (kind == "gpt_oss")
-        yield from (f"{prefix}.{name}" for name in _mlp(config, layer < dense))
+        names = queries if config.get("q_lora_rank") else ["q_proj"]
+        names += ["kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"]
+    normed = kind.startswith("qwen3") or kind in ("gemma3_text", "olmo3")
+    norms = ("q_norm", "k_norm") if normed or config.get("use_qk_norm") else ()
+    yield from (f"self_attn.{name}.weight" for name in (*names, "o_proj", *norms))
+    biased = kind in ("qwen2", "gpt_oss") or (kind == "glm4_moe" and config.get("attention_bias"))
+    yield from (f"self_attn.{name}_proj.bias" for name in "qkv" * bool(biased))
+    if kind == "gpt_oss":
+        yield from ("self_attn.o_proj.bias", "self_attn.sinks")
 
 
-def _mlp(config: Mapping[str, Any], dense: bool) -> Iterator[str]:
-    """Yield the names of the tensors of the MLP, or of the experts, below a layer."""
-    kind, mlps = config["model_type"], iter(["mlp"])
+def _mlp(config: Mapping[str, Any], layer: int) -> Iterator[str]:
+    """Yield the names of the tensors of the MLP, or of the experts."""
+    kind, mlps = config["model_type"], ["mlp"]
     if kind == "gpt_oss":
         yield from ("mlp.router.weight", "mlp.router.bias")
         for name in ("gate_up_proj", "down_proj"):
             yield from (f"mlp.experts.{name}", f"mlp.experts.{name}_bias")
         return
-    if not dense:
+    if num_experts(config) and layer >= dense_layers(config):
         yield "mlp.gate.weight"
-        mlps = (f"mlp.experts.{number}" for number in range(num_experts(config)))
+        mlps = ["mlp.experts.{expert}"]
         if kind in ("glm4_moe", "deepseek_v3"):
             yield f"mlp.gate{UNTRAINED}"
-            mlps = chain(["mlp.shared_experts"], mlps)
+            mlps += ["mlp.shared_experts"]
         if kind in DELTA_NETS:
             yield "mlp.shared_expert_gate.weight"
-            mlps = chain(["mlp.shared_expert"], mlps)
+            mlps += ["mlp.shared_expert"]
     for mlp in mlps:
         for name in ("gate_up", "down") if kind == "phi3" else ("gate", "up", "down"):
             yield f"{mlp}.{name}_proj.weight"
@@ -499,10 +510,10 @@ def expected_shape(name: str, config: Mapping[str, Any]) -> list[int] | None:
             "shared_expert_gate": [1, hidden],
             "self_attn": [heads],  # sinks
             **_latent_shapes(config, hidden, heads),
-            "router": [num_experts(config), hidden],
+            **dict.fromkeys(("gate", "router"), [num_experts(config), hidden]),
         }[module]
     except (KeyError, TypeError):
         return None
-    return (
-        None if None in shape or ".linear_attn." in name else shape[:1] if kind == "bias" else shape
-    )
+    if None in shape or ".linear_attn." in name:
+        return None
+    return shape[:1] if kind.endswith("bias") else shape

@@ -3,8 +3,7 @@
 To add one:
 
 1. Add an entry to `ARCHITECTURES`, and its name to the tables of names in data/model_folder.py.
-   A parameter that no other family has also needs its name and shape there, and its size in
-   tools/memory.py.
+   A parameter that no other family has also needs its name and shape there.
 2. Add its name to the choices of `architecture` in quickstart/command.py, which makes tiny models
    of it, with settings of its own in quickstart/make_model.py. Write docs/configuration.md again.
 3. Add a model to `FAMILIES` in tests/ranks/test_families.py. It is then compared with transformers
@@ -16,7 +15,7 @@ import copy
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +26,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from areal_lite.config import TrainerConfig
 from areal_lite.config.rules import check_targets
-from areal_lite.data.model_folder import check_split, has_delta_net, has_window, num_experts
+from areal_lite.data.model_folder import (
+    check_split,
+    has_delta_net,
+    has_window,
+    layer_tensors,
+    num_experts,
+)
 from areal_lite.megatron.kernels import gelu_tanh, quick_gelu
 from areal_lite.megatron.parameters import (
     QKV,
@@ -172,9 +177,6 @@ class Architecture:
     """One model type for the trainer."""
 
     layer: Mapping  # the parameters that its layers can have
-    delta: Mapping = field(default_factory=dict)  # of a layer with a gated delta net
-    # The beginnings of the names that a layer, counted from 0, does not have.
-    absent: Callable[[PretrainedConfig, int], tuple[str, ...]] = lambda hf, layer: ()
     # The fields of Megatron's TransformerConfig that not every architecture sets.
     fields: Callable[[PretrainedConfig], dict[str, Any]] = lambda hf: {}
     # Raises ValueError for a configuration that would be computed wrongly.
@@ -282,11 +284,6 @@ def _glm4_moe(hf: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-def _absent_mlp(hf: PretrainedConfig, layer: int) -> tuple[str, ...]:
-    dense = layer < hf.first_k_dense_replace
-    return ("mlp.router", "mlp.experts", "mlp.shared_experts") if dense else ("mlp.linear",)
-
-
 def _check_deepseek_v3(hf: PretrainedConfig) -> None:
     """Raise ValueError for a model that SGLang would compute differently or that cannot train."""
     _check_glm4_moe(hf)
@@ -308,17 +305,6 @@ def _deepseek_v3(hf: PretrainedConfig) -> dict[str, Any]:
     if rope.get("rope_type", "default") == "yarn" and rope["factor"] > 1:
         stretch += 0.1 * (rope.get("mscale_all_dim") or 0) * math.log(rope["factor"])
     return _glm4_moe(hf) | {"softmax_scale": hf.qk_head_dim**-0.5 * stretch**2}
-
-
-def _absent_deepseek_v3(hf: PretrainedConfig, layer: int) -> tuple[str, ...]:
-    queries = ("q_proj",) if hf.q_lora_rank else ("q_down", "q_norm", "q_up")
-    return *_absent_mlp(hf, layer), *(f"self_attention.{name}" for name in queries)
-
-
-def _absent_glm4_moe(hf: PretrainedConfig, layer: int) -> tuple[str, ...]:
-    absent = _absent_mlp(hf, layer)
-    absent += () if hf.attention_bias else ("self_attention.linear_qkv.bias",)
-    return absent if hf.use_qk_norm else (*absent, *QK_NORM)
 
 
 def _check_olmo3(hf: PretrainedConfig) -> None:
@@ -388,8 +374,8 @@ def _check_yarn(hf: PretrainedConfig) -> None:
 
 def _with_nets(net: Mapping, mlp: Mapping, **options: Any) -> Architecture:
     """Return a family in which some layers have a gated delta net instead of attention."""
-    layers = {"layer": NORMS | ATTENTION | GATED_QKV | QK_NORM | mlp, "delta": NORMS | net | mlp}
-    return Architecture(**layers, fields=_delta_net, centered=True, **options)
+    layer = NORMS | ATTENTION | GATED_QKV | QK_NORM | net | mlp
+    return Architecture(layer=layer, fields=_delta_net, centered=True, **options)
 
 
 ARCHITECTURES = {
@@ -408,7 +394,6 @@ ARCHITECTURES = {
     # GLM-4.5 and later: the first layers are dense.
     "glm4_moe": Architecture(
         layer=NORMS | ATTENTION | QKV_BIAS | QK_NORM | GATED_MLP | GLM_EXPERTS,
-        absent=_absent_glm4_moe,
         fields=_glm4_moe,
         check=_check_glm4_moe,
     ),
@@ -433,7 +418,6 @@ ARCHITECTURES = {
     # DeepSeek-V3, and Moonlight, which does not compress queries.
     "deepseek_v3": Architecture(
         layer=NORMS | LATENT_ATTENTION | GATED_MLP | GLM_EXPERTS,
-        absent=_absent_deepseek_v3,
         fields=_deepseek_v3,
         check=_check_deepseek_v3,
     ),
@@ -519,12 +503,16 @@ def _windows(hf: PretrainedConfig) -> dict[str, Any]:
     return {"window_size": (before, 0), "window_attn_skip_freq": [int(one) for one in found]}
 
 
+def described(hf: PretrainedConfig) -> dict[str, Any]:
+    """Return what config.json says, as the functions of data/model_folder.py read it."""
+    return vars(hf) | {"model_type": hf.model_type, "head_dim": head_dim(hf)}
+
+
 def layer_mapping(hf: PretrainedConfig, layer: int) -> Mapping:
-    """Return the parameters of a layer, counted from 0."""
-    family = ARCHITECTURES[hf.model_type]
-    mapping = family.delta if has_delta_net(hf)[layer] else family.layer
-    absent = family.absent(hf, layer)
-    return {name: each for name, each in mapping.items() if not name.startswith(absent)}
+    """Return the parameters of a layer, counted from 0: those whose tensors the layer has."""
+    tensors = set(layer_tensors(described(hf), layer, has_net=has_delta_net(hf)[layer]))
+    possible = ARCHITECTURES[hf.model_type].layer
+    return {name: each for name, each in possible.items() if tensors.issuperset(each.names)}
 
 
 def layout(name: str, hf: PretrainedConfig) -> Parameter:
@@ -538,7 +526,7 @@ def layout(name: str, hf: PretrainedConfig) -> Parameter:
         if hf.tie_word_embeddings and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"
         return EMBEDDINGS[name]
-    parameter = layer_mapping(hf, int(layer[1]))[EXPERT.sub("{expert}", layer[2])]
+    parameter = ARCHITECTURES[hf.model_type].layer[EXPERT.sub("{expert}", layer[2])]
     expert = EXPERT.search(layer[2])
     tensors = (
         f"model.layers.{layer[1]}.{tensor}".format(expert=expert and expert[0])

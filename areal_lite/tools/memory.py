@@ -1,8 +1,9 @@
 """Estimate a run's memory: exact parameter counts, approximate activations, push sizes.
 
-Parameter counts follow the tables in `megatron.architectures`. States follow the layout of the
-ranks. With N parameters on a rank, b bytes each, and the distributed optimizer (ZeRO stage 1,
-arXiv:1910.02054) over d data- and context-parallel ranks, a rank needs, in bytes:
+Parameter counts follow `megatron.architectures` and the shapes of tensors (data/model_folder.py).
+States follow the layout of the ranks. With N parameters on a rank, b bytes each, and the
+distributed optimizer (ZeRO stage 1, arXiv:1910.02054) over d data- and context-parallel ranks, a
+rank needs, in bytes:
 
     weights b N · gradients 4 N · Adam moments 8 N / d
     float32 masters 4 N / d (none for b = 4, where the weights are their own masters)
@@ -24,6 +25,7 @@ Symbols: hf is a Hugging Face configuration, itemsize the bytes of a parameter (
 pipeline stage.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
@@ -32,10 +34,16 @@ from transformers import PretrainedConfig
 
 from areal_lite.config import LoraConfig, TrainConfig, TrainerConfig, longest_sequence
 from areal_lite.cpu import KEPT_LOGITS
-from areal_lite.data.model_folder import has_delta_net, num_experts
-from areal_lite.megatron.architectures import ARCHITECTURES, check_supported, layer_mapping, layout
+from areal_lite.data.model_folder import expected_shape, has_delta_net, num_experts
+from areal_lite.megatron.architectures import (
+    ARCHITECTURES,
+    check_supported,
+    described,
+    layer_mapping,
+    layout,
+)
 from areal_lite.megatron.logprobs import CHUNK
-from areal_lite.megatron.parameters import head_dim, padded_vocab
+from areal_lite.megatron.parameters import Stacked, head_dim, padded_vocab
 from areal_lite.system.gpus import CUDA_CONTEXT
 
 # Host memory that a rank takes for each of its parameters while it saves a checkpoint: float32
@@ -114,56 +122,13 @@ def parameter_sizes(
 
 
 def _layer_sizes(hf: PretrainedConfig) -> dict[str, int]:
-    """Count the elements of every parameter that a layer can have."""
-    hidden, dim = hf.hidden_size, head_dim(hf)
-    queries, keys = hf.num_attention_heads * dim, hf.num_key_value_heads * dim
-    expert = _expert_width(hf)
-    dense, shared = getattr(hf, "intermediate_size", 0), _shared_width(hf)
-    family = ARCHITECTURES[hf.model_type]
-    wide, gated = family.wide_qk_norm, "attention_output_gate" in family.fields(hf)
-    gates = queries if gated else 0
-    return {
-        "input_layernorm.weight": hidden,
-        "self_attn_bda.weight": hidden,
-        "mlp_bda.weight": hidden,
-        "pre_mlp_layernorm.weight": hidden,
-        "self_attention.linear_qkv.weight": (queries + gates + 2 * keys) * hidden,
-        "self_attention.linear_qkv.bias": queries + 2 * keys,
-        "self_attention.linear_proj.weight": queries * hidden,
-        "self_attention.linear_proj.bias": hidden,
-        "self_attention.core_attention.heads.sinks": hf.num_attention_heads,
-        "self_attention.q_layernorm.weight": queries if wide else dim,
-        "self_attention.k_layernorm.weight": keys if wide else dim,
-        "mlp.linear_fc1.weight": 2 * dense * hidden,
-        "mlp.linear_fc2.weight": dense * hidden,
-        "mlp.router.weight": num_experts(vars(hf)) * hidden,
-        "mlp.router.bias": num_experts(vars(hf)),
-        "mlp.router.correction": num_experts(vars(hf)),
-        _EXPERT_FC1: 2 * expert * hidden,
-        "mlp.experts.local_experts.{expert}.linear_fc1.bias": 2 * expert,
-        "mlp.experts.local_experts.{expert}.linear_fc2.weight": expert * hidden,
-        "mlp.experts.local_experts.{expert}.linear_fc2.bias": hidden,
-        "mlp.shared_experts.linear_fc1.weight": 2 * shared * hidden,
-        "mlp.shared_experts.linear_fc2.weight": shared * hidden,
-        "mlp.shared_experts.gate_weight": hidden,
-    } | (_delta_net_sizes(hf) if family.delta else _latent_sizes(hf) if family.latent else {})
-
-
-def _latent_sizes(hf: PretrainedConfig) -> dict[str, int]:
-    """Count the elements of every parameter of multi-latent attention."""
-    heads, hidden, queries = hf.num_attention_heads, hf.hidden_size, hf.q_lora_rank or 0
-    rank, rope = hf.kv_lora_rank, hf.qk_rope_head_dim
-    sizes = {
-        "q_proj.weight": heads * hf.qk_head_dim * hidden,
-        "q_down": queries * hidden,
-        "q_norm.weight": queries,
-        "q_up.weight": heads * hf.qk_head_dim * queries,
-        "kv_down": (rank + rope) * hidden,
-        "kv_norm.weight": rank,
-        "kv_up.weight": heads * (hf.qk_nope_head_dim + hf.v_head_dim) * rank,
-        "proj.weight": heads * hf.v_head_dim * hidden,
-    }
-    return {f"self_attention.{name}": size for name, size in sizes.items()}
+    """Count the elements of every parameter that a layer can have, for one of its experts."""
+    config, sizes = described(hf), {}
+    for name, parameter in ARCHITECTURES[hf.model_type].layer.items():
+        shapes = [expected_shape(f"model.layers.0.{tensor}", config) for tensor in parameter.names]
+        experts = num_experts(config) if isinstance(parameter, Stacked) else 1
+        sizes[name] = sum(math.prod(shape) for shape in shapes if shape) // experts
+    return sizes | (_delta_net_sizes(hf) if any(has_delta_net(hf)) else {})
 
 
 def _delta_net_sizes(hf: PretrainedConfig) -> dict[str, int]:
@@ -482,7 +447,7 @@ def trainer_bytes(config: TrainConfig, hf: PretrainedConfig) -> int:
     rank = rank_memory(hf, trainer, 2, 0, gpu=True)
     critic = rank.states if config.algo.advantage.estimator == "gae" else 0
     working = int(tokens * layer_activations(hf, trainer, 2, gpu=True))
-    working += 2 * num_experts(vars(hf)) * _layer_sizes(hf)[_EXPERT_FC1]
+    working += 2 * num_experts(vars(hf)) * _layer_sizes(hf).get(_EXPERT_FC1, 0)
     # The head is done when the layers begin.
     peak = rank.total - rank.head + max(rank.head, working) + critic
     return int(peak * (1 + _ROUNDING)) + _LIBRARIES
