@@ -15,10 +15,10 @@ import numpy as np
 from areal_lite.cpu.kernels.vectors import (
     SIZE,
     exp,
-    load_row,
+    load,
     multiply_add,
     softmax,
-    store_row,
+    store,
     zeros,
 )
 
@@ -189,15 +189,15 @@ def _products(rows, columns, count, out):
     for j in range(0, count, SIZE):
         s0, s1, s2, s3 = zeros(), zeros(), zeros(), zeros()
         for d in range(len(columns)):
-            column = load_row(columns, d, j)
+            column = load(columns[d], j)
             s0 = multiply_add(rows[0, d], column, s0)
             s1 = multiply_add(rows[r1, d], column, s1)
             s2 = multiply_add(rows[r2, d], column, s2)
             s3 = multiply_add(rows[r3, d], column, s3)
-        store_row(out, 0, j, s0)
-        store_row(out, 1, j, s1)
-        store_row(out, 2, j, s2)
-        store_row(out, 3, j, s3)
+        store(out[0], j, s0)
+        store(out[1], j, s1)
+        store(out[2], j, s2)
+        store(out[3], j, s3)
 
 
 @numba.njit(cache=True, nogil=True, fastmath=True)
@@ -226,18 +226,18 @@ def _sums(weights, rows, out):
     for d in range(0, rows.shape[1], SIZE):
         s0, s1, s2, s3 = zeros(), zeros(), zeros(), zeros()
         for j in range(len(rows)):
-            row = load_row(rows, j, d)
+            row = load(rows[j], d)
             s0 = multiply_add(weights[0, j], row, s0)
             s1 = multiply_add(weights[1, j], row, s1)
             s2 = multiply_add(weights[2, j], row, s2)
             s3 = multiply_add(weights[3, j], row, s3)
-        store_row(out, 0, d, s0)
+        store(out[0], d, s0)
         if len(out) > 1:
-            store_row(out, 1, d, s1)
+            store(out[1], d, s1)
         if len(out) > 2:
-            store_row(out, 2, d, s2)
+            store(out[2], d, s2)
         if len(out) > 3:
-            store_row(out, 3, d, s3)
+            store(out[3], d, s3)
 
 
 @numba.njit(cache=True, nogil=True, fastmath=True)
@@ -245,10 +245,10 @@ def _add_products(weights, rows, out):
     """Add Σ_r weights[r, j] · rows[r] to out[j]. Missing rows have weights of zero."""
     r1, r2, r3 = min(1, len(rows) - 1), min(2, len(rows) - 1), min(3, len(rows) - 1)
     for d in range(0, rows.shape[1], SIZE):
-        x0, x1 = load_row(rows, 0, d), load_row(rows, r1, d)
-        x2, x3 = load_row(rows, r2, d), load_row(rows, r3, d)
+        x0, x1 = load(rows[0], d), load(rows[r1], d)
+        x2, x3 = load(rows[r2], d), load(rows[r3], d)
         for j in range(len(out)):
-            total = multiply_add(weights[0, j], x0, load_row(out, j, d))
+            total = multiply_add(weights[0, j], x0, load(out[j], d))
             total = multiply_add(weights[1, j], x1, total)
             total = multiply_add(weights[2, j], x2, total)
-            store_row(out, j, d, multiply_add(weights[3, j], x3, total))
+            store(out[j], d, multiply_add(weights[3, j], x3, total))

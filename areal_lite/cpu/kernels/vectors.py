@@ -11,7 +11,7 @@ areal_lite/cpu/kernels/__pycache__.
 import numba
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 from numba.core.datamodel import models, register_default
 from numba.extending import intrinsic
 
@@ -45,7 +45,7 @@ def zeros(_typing):
 
 @intrinsic
 def load(_typing, array, first):
-    """Return SIZE elements of a flat array as float32, from `first` on.
+    """Return SIZE elements of a flat array, or of a row, as float32, from `first` on.
 
     An array of uint16 has the bits of bfloat16 numbers: the upper halves of float32 numbers.
     """
@@ -63,34 +63,13 @@ def load(_typing, array, first):
 
 @intrinsic
 def store(_typing, array, first, vector):
-    """Write a vector to a flat array of float32, from `first` on."""
+    """Write a vector to a flat array, or a row, of float32, from `first` on."""
 
     def generate(context, builder, signature, args):
         builder.store(args[2], _pointer(context, builder, signature, args, _FLOATS), align=4)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, Vector), generate
-
-
-@intrinsic
-def load_row(_typing, rows, row, first):
-    """Return SIZE elements of a row of float32 [n, m], from `first` on. A row is contiguous."""
-
-    def generate(context, builder, signature, args):
-        return builder.load(_row_pointer(context, builder, signature, args), align=4)
-
-    return Vector(rows, types.intp, types.intp), generate
-
-
-@intrinsic
-def store_row(_typing, rows, row, first, vector):
-    """Write a vector to a row of float32 [n, m], from `first` on. A row is contiguous."""
-
-    def generate(context, builder, signature, args):
-        builder.store(args[3], _row_pointer(context, builder, signature, args), align=4)
-        return context.get_dummy_value()
-
-    return types.void(rows, types.intp, types.intp, Vector), generate
 
 
 @intrinsic
@@ -135,20 +114,6 @@ def _pointer(context, builder, signature, args, target: ir.Type) -> ir.Value:
     """Return the address of element args[1] of the array args[0], as a pointer to `target`."""
     data = context.make_array(signature.args[0])(context, builder, args[0]).data
     return builder.bitcast(builder.gep(data, [args[1]]), target.as_pointer())
-
-
-def _row_pointer(context, builder, signature, args) -> ir.Value:
-    """Return the address of element args[2] of row args[1] of the array args[0]."""
-    array = context.make_array(signature.args[0])(context, builder, args[0])
-    bytes_between_rows = cgutils.unpack_tuple(builder, array.strides, 2)[0]
-    row = builder.gep(
-        builder.bitcast(array.data, ir.IntType(8).as_pointer()),
-        [builder.mul(args[1], bytes_between_rows)],
-    )
-    return builder.bitcast(
-        builder.gep(builder.bitcast(row, ir.FloatType().as_pointer()), [args[2]]),
-        _FLOATS.as_pointer(),
-    )
 
 
 @numba.njit(inline="always", fastmath=True)
