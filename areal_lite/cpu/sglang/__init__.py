@@ -20,6 +20,7 @@ With a GPU nothing of this is active: `activate` returns None.
 """
 
 from collections.abc import Callable
+from functools import cache
 from pkgutil import resolve_name
 from typing import Any
 
@@ -48,6 +49,7 @@ def activate() -> str | None:
     for target, hook, kind in (
         ("entrypoints.engine._set_envs_and_config", _fork_workers, after),
         ("managers.scheduler.Scheduler._should_defer_prefill", _defer_while_decoding, around),
+        ("managers.scheduler.Scheduler.get_num_allocatable_reqs", _admit_few, around),
         *((f"models.{model}.forward", _late("decoder:forward"), around) for model in _DENSE_MODELS),
         *((f"models.{model}.__init__", _set_windows, after) for model in (*_DENSE_MODELS, _MOE)),
         *((target, hook, around) for target, hook in families.hooks()),
@@ -122,6 +124,36 @@ def _defer_while_decoding(original: Callable[..., bool], self: Any, *running: An
     would then take a second for each.
     """
     return not self.running_batch.is_empty() and original(self, *running)
+
+
+def _admit_few(
+    original: Callable[..., int], self: Any, running_bs: int, *args: Any, **named: Any
+) -> int:
+    """Return how many requests may join `running_bs` others. SGLang's setting has precedence.
+
+    A product of enough rows takes time for each row. More requests at once then give hardly more
+    tokens a second, and all of them end late: an older group waits for younger ones.
+    """
+    from sglang.srt.runtime_context import get_schedule
+
+    most = original(self, running_bs, *args, **named)
+    if get_schedule().max_running_requests is not None:
+        return most
+    return min(most, enough_requests(_num_weights(self.tp_worker.model_runner.model)) - running_bs)
+
+
+@cache
+def _num_weights(model: Any) -> int:
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def enough_requests(weights: int) -> int:
+    """Return how many requests at once keep a core at work with a model of so many weights.
+
+    Reading the weights takes the time of some 20 rows, and all that a step does once, that of some
+    10⁹ multiplications.
+    """
+    return max(64, 2**33 // weights)
 
 
 def _fork_workers(_: None, server_args: Any) -> None:

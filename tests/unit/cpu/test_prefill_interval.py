@@ -1,12 +1,16 @@
-"""Prefills without a GPU: they wait for decode steps, and only while something decodes."""
+"""Prefills without a GPU: when they wait for decode steps, and how many requests begin."""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from areal_lite.config import ServerConfig
-from areal_lite.cpu.sglang import _defer_while_decoding
+from areal_lite.cpu.sglang import _admit_few, _defer_while_decoding, enough_requests
+from areal_lite.cpu.sglang.stand_ins import install_stand_ins
 from areal_lite.launch.server_pool import server_command
+
+install_stand_ins()
 
 
 @pytest.mark.parametrize("decoding", [True, False])
@@ -23,3 +27,22 @@ def test_a_prefill_waits_only_while_requests_decode(decoding: bool, steps_left: 
 def test_only_servers_without_a_gpu_get_the_setting(device: str, given: bool) -> None:
     command, _ = server_command(ServerConfig(device=device), "model", 1, 1)
     assert ("--prefill-decode-interval" in command) == given
+
+
+@pytest.mark.parametrize("own, expected", [(None, 4), (128, 100)])
+def test_no_more_requests_begin_than_keep_a_core_at_work(
+    monkeypatch: pytest.MonkeyPatch, own: int | None, expected: int
+) -> None:
+    """Unless a setting says how many run at a time."""
+    settings = SimpleNamespace(max_running_requests=own)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_schedule", lambda: settings)
+    model = torch.nn.Linear(2**15, 2**12, bias=False, device="meta")
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    scheduler = SimpleNamespace(tp_worker=worker)
+    begin = _admit_few(lambda self, running, **named: 100, scheduler, 60, running_batch=None)
+    assert begin == expected
+
+
+@pytest.mark.parametrize("weights, requests", [(2**20, 8192), (2**26, 128), (135_000_000, 64), (2**40, 64)])
+def test_a_small_model_answers_more_requests_at_once(weights: int, requests: int) -> None:
+    assert enough_requests(weights) == requests
