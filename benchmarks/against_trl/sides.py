@@ -58,7 +58,9 @@ def run_areal_lite(
     run_dir, common = work / f"areal_lite-{task.name}-{seed}", task.common
     shutil.rmtree(run_dir, ignore_errors=True)
     # Each update of a toy is a step of its own, and a push follows: so the data is the least stale.
-    size = ["rollout.max_concurrent=256", "buffer.max_staleness=3"] * (not task.chat)
+    # A chat model learns more from fresher data, as it moves further in a step.
+    size = ["rollout.max_concurrent=256", "buffer.max_staleness=3"]
+    size = ["buffer.max_staleness=1"] if task.chat else size
     areal_lite(
         work / f"{run_dir.name}.log",
         "train",

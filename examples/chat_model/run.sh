@@ -22,6 +22,6 @@ echo "this example runs in $PWD: what it names as runs/… is there" >&2
 areal-lite train "model=$model" "run_dir=$run" \
   data.source=jsonl data.path=data/train.jsonl data.eval_path=data/test.jsonl \
   data.prompt_key=question data.answer_key=answer reward.function=my_reward:last_number \
-  rollout.group_size=8 rollout.max_new_tokens=16 \
+  rollout.group_size=8 rollout.max_new_tokens=16 buffer.max_staleness=1 \
   trainer.batch_groups=8 trainer.lr=1e-5 trainer.steps=32 "$@"
 python before_after.py "$model" "$run/checkpoints/hf"
