@@ -311,8 +311,7 @@ def layer_activations(
     """Estimate the bytes that a layer keeps for one token, on average; b: of an activation."""
     tensor = trainer.tensor_parallel
     layers = [layer_mapping(hf, layer) for layer in range(hf.num_hidden_layers)]
-    hidden, dim = hf.hidden_size, head_dim(hf)
-    queries, keys = hf.num_attention_heads * dim, hf.num_key_value_heads * dim
+    hidden, queries = hf.hidden_size, hf.num_attention_heads * head_dim(hf)
     # A norm keeps its input. Without a GPU and without the kernel (areal_lite/cpu/kernels), it
     # keeps its input and the normalized input, both in float32.
     norm = b if gpu or b == 4 else 8
@@ -321,14 +320,11 @@ def layer_activations(
     if family.norms_before and family.norms_after:
         norms += 2 * norm * hidden
     has_head_norms = any("self_attention.q_layernorm.weight" in names for names in layers)
-    head_norms = norm * (queries + keys) if has_head_norms else 0
-    # Query, key and value, rotated query and key, and the output.
-    attention = b * (queries + 2 * keys + queries + keys + queries) + 4 * hf.num_attention_heads
-    attention += head_norms
+    attention = _attention_activations(hf, b, norm if has_head_norms else 0, gpu)
     if family.latent:
         attention = _latent_activations(hf, b, norm)
     if any(nets := has_delta_net(hf)):
-        attention += (b + 4) * queries  # of the gates, and what they let through
+        attention += (2 * b + 4) * queries  # gates, before and after, and what they let through
         sizes = _delta_net_sizes(hf)
         rows = sum(sizes[f"self_attention.{name}.weight"] for name in ("in_proj", "out_proj"))
         share = sum(nets) / len(nets)  # a delta net keeps what its projections return and get
@@ -346,9 +342,26 @@ def layer_activations(
             row = b * (width + hidden * tensor) + place * tensor
         mixture = hf.num_experts_per_tok * row / tensor
         if shared := _shared_width(hf):
-            mixture += b * (5 * shared / tensor + 2 * hidden)
+            gated = hasattr(hf, "shared_expert_intermediate_size")
+            mixture += b * (5 * shared / tensor + gated * hidden)
         mlp += sparse / hf.num_hidden_layers * (mixture - mlp)
     return (norms + attention) / tensor + mlp
+
+
+def _attention_activations(hf: PretrainedConfig, b: int, norm: int, gpu: bool) -> int:
+    """Estimate the bytes that attention over heads keeps for a token; norm: 0 without such norms.
+
+    These are rotated query and key, the value, and the output. The value is a part of one tensor
+    with query and key, which it keeps. The kernel of float32 without a GPU copies it.
+    """
+    dim, copied = head_dim(hf), b == 4 and not gpu
+    heads = (hf.num_attention_heads + hf.num_key_value_heads) * dim
+    kept = 2 * b * heads + 4 * hf.num_attention_heads
+    if norm or not copied:
+        kept += b * heads
+    if not (copied and ARCHITECTURES[hf.model_type].wide_qk_norm):
+        kept += norm * heads
+    return kept
 
 
 def _latent_activations(hf: PretrainedConfig, b: int, norm: int) -> int:

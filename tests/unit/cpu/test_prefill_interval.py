@@ -43,6 +43,8 @@ def test_no_more_requests_begin_than_keep_a_core_at_work(
     assert begin == expected
 
 
-@pytest.mark.parametrize("weights, requests", [(2**20, 8192), (2**26, 128), (135_000_000, 64), (2**40, 64)])
+@pytest.mark.parametrize(
+    "weights, requests", [(2**20, 8192), (2**26, 128), (135_000_000, 64), (2**40, 64)]
+)
 def test_a_small_model_answers_more_requests_at_once(weights: int, requests: int) -> None:
     assert enough_requests(weights) == requests
