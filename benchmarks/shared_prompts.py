@@ -2,10 +2,12 @@
 
     CHAT_MODEL=FOLDER python -m benchmarks.shared_prompts [--rounds 5]
 
-`each` is the server without areal_lite/sglang_plugins/prefill.py, under SGLang's policy `lpm`,
-which is to share prompts among waiting requests. Both servers run at once and take turns, so that
-other load of the machine falls on both. A ratio is the median over the rounds, with the lowest
-and the highest. Writes results/shared_prompts.json.
+`each` is the server under SGLang's policy `lpm`, which is to share prompts among waiting requests.
+`pages` has areal_lite/sglang_plugins/prefill.py as well: one of a group goes first, and the others
+find its whole pages in the cache. `once` computes the rest of the prompt once, too (`find_alike` in
+areal_lite/cpu/sglang/decoder.py). The servers run at once and take turns, so that other load of the
+machine falls on all. A ratio to `each` is the median over the rounds, with the lowest and the
+highest. Writes results/shared_prompts.json.
 """
 
 import argparse
@@ -36,37 +38,45 @@ WORKLOADS = {
         Workload(64, 16, prompt=150, group=8),
     ],
 }
-EACH = "--each"
+KINDS = ("each", "pages", "once")
 
 
-def serve_each(argv: list[str]) -> None:
-    """Serve as areal_lite.launch.serve does, but let every request compute its prompt."""
+def serve(kind: str, argv: list[str]) -> None:
+    """Serve as areal_lite.launch.serve does, without what this kind lacks."""
     from areal_lite.launch import serve
     from areal_lite.sglang_plugins import push
 
     hooks = push.hooks
-    push.hooks = lambda: {k: hook for k, hook in hooks().items() if "_prefill_" not in k}
+    if kind == "each":
+        push.hooks = lambda: {k: hook for k, hook in hooks().items() if "_prefill_" not in k}
+    os.register_at_fork(after_in_child=_compute_each_row)  # the scheduler is a fork
     serve.main(argv)
 
 
-def server_process(name: str, model: str, folder: Path) -> ServerProcess:
+def _compute_each_row() -> None:
+    from areal_lite.cpu.sglang import decoder
+
+    decoder.find_alike = lambda *_: None
+
+
+def server_process(kind: str, model: str, folder: Path) -> ServerProcess:
     server = ServerProcess(
-        ServerConfig(device="cpu", args={"schedule_policy": "lpm"} if name == "each" else {}),
+        ServerConfig(device="cpu", args={"schedule_policy": "lpm"} if kind == "each" else {}),
         model,
-        name=name,
+        name=kind,
         port=free_port(),
         seed=1,
-        log_path=folder / f"{name}.log",
+        log_path=folder / f"{kind}.log",
         environment={"OMP_NUM_THREADS": "1"},
     )
-    if name == "each":
+    if kind != "once":
         flags = server.argv[server.argv.index("--model-path") :]
-        server.argv = [sys.executable, "-m", "benchmarks.shared_prompts", EACH, *flags]
+        server.argv = [sys.executable, "-m", "benchmarks.shared_prompts", kind, *flags]
     return server
 
 
 async def compare(model: str, workloads: list[Workload], rounds: int, folder: Path) -> list[dict]:
-    servers = {name: server_process(name, model, folder) for name in ("each", "once")}
+    servers = {kind: server_process(kind, model, folder) for kind in KINDS}
     rows = []
     try:
         for server in servers.values():
@@ -74,15 +84,18 @@ async def compare(model: str, workloads: list[Workload], rounds: int, folder: Pa
             await server.wait_ready()
             await speed(server, Workload(16, 8))
         for workload in workloads:
-            taken = {name: [] for name in servers}
+            taken = {kind: [] for kind in KINDS}
             for _ in range(rounds):
-                for name, server in servers.items():
-                    taken[name].append((await speed(server, workload))[0])
-            ratios = [once / each for each, once in zip(*taken.values(), strict=True)]
-            shown = statistics.median(ratios), min(ratios), max(ratios)
-            row = {name: round(statistics.median(found)) for name, found in taken.items()}
-            rows.append(workload._asdict() | row | {"ratio": [round(r, 2) for r in shown]})
-            print(json.dumps(rows[-1]), flush=True)
+                for kind, server in servers.items():
+                    taken[kind].append((await speed(server, workload))[0])
+            row: dict[str, object] = workload._asdict()
+            row |= {kind: round(statistics.median(found)) for kind, found in taken.items()}
+            for kind in KINDS[1:]:
+                ratios = [own / each for each, own in zip(taken["each"], taken[kind], strict=True)]
+                shown = statistics.median(ratios), min(ratios), max(ratios)
+                row[f"{kind} / each"] = [round(ratio, 2) for ratio in shown]
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     finally:
         for server in servers.values():
             server.stop()
@@ -106,7 +119,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [EACH]:
-        serve_each(sys.argv[2:])
+    if sys.argv[1:2] in [[kind] for kind in KINDS]:
+        serve(sys.argv[1], sys.argv[2:])
     else:
         main()

@@ -74,6 +74,17 @@ class PagedCpuAttention(TorchNativeAttnBackend):
         self._spans = AttentionSpans.of(forward_batch)
         self._shares = self._spans.shares(torch.get_num_threads())
 
+    @property
+    def slots(self) -> np.ndarray:
+        """Return the slots of the tokens of each request, [requests, tokens]."""
+        assert self.req_to_token_pool is not None
+        return self.req_to_token_pool.req_to_token.numpy()
+
+    def keep_rows(self, rows: np.ndarray) -> None:
+        """Let only these tokens of the batch attend, int64 [rows]."""
+        self._spans = AttentionSpans(self._spans.rows[rows], self._spans.lengths[rows])
+        self._shares = self._spans.shares(torch.get_num_threads())
+
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
         if self.is_plain(layer, forward_batch):
             return self._attend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
@@ -152,8 +163,7 @@ class PagedCpuAttention(TorchNativeAttnBackend):
                 written.
             window, sinks: as in `paged_attention`.
         """
-        assert self.req_to_token_pool is not None
-        slots = self.req_to_token_pool.req_to_token.numpy()
+        slots = self.slots
         settings = np.float32(scale), window, sinks
 
         def attend(tokens: slice) -> None:

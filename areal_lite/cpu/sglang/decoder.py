@@ -7,6 +7,9 @@ four matrix products and five kernels:
     add and norm -> product -> norm, rotate, write to the cache -> attention -> product
     add and norm -> product -> SwiGLU -> product
 
+The cache holds whole pages of a prompt. All samples of a group have the rest of it to compute: that
+is done for one of them, and the others get copies of its keys and values (`find_alike`).
+
 This takes the place of `forward` of SGLang's Llama (also Mistral), Qwen2 and Qwen3 models, in
 float32 and on one rank. Everything else goes to SGLang's own code: bfloat16, tensor parallelism,
 `server.deterministic`, mixtures of experts, sliding windows, SGLang's adapters.
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -30,7 +33,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel
 from torch import Tensor, nn
 
 from areal_lite.cpu.kernels import norms
-from areal_lite.cpu.kernels.paged_attention import place_heads
+from areal_lite.cpu.kernels.paged_attention import PAGE, place_heads
 from areal_lite.cpu.kernels.products import PackedWeights
 from areal_lite.cpu.sglang.attention import PagedCpuAttention, is_plain_attention
 from areal_lite.cpu.sglang.operators import is_plain_rotation
@@ -112,6 +115,11 @@ def _run(
     model: Any, embedded: Tensor, positions: Tensor, batch: ForwardBatch, backend: PagedCpuAttention
 ) -> Tensor:
     """Run all layers on `embedded`, [tokens, hidden]."""
+    slots = places = batch.out_cache_loc.numpy()
+    if (alike := find_alike(batch, backend.slots)) is not None:
+        embedded, positions = embedded[alike.rows], positions[alike.rows]
+        slots = places[alike.rows]
+        backend.keep_rows(alike.rows)
     tokens, hidden = embedded.shape
     attention = model.layers[0].self_attn
     heads, dim = attention.num_heads, attention.head_dim
@@ -120,7 +128,6 @@ def _run(
     normed, attended = torch.zeros(rows, hidden), torch.zeros(rows, heads, dim)
     query = np.empty((tokens, heads, dim), np.float32)
     angles = attention.rotary_emb.cos_sin_cache.index_select(0, positions).numpy()
-    slots = batch.out_cache_loc.numpy()
     stream = np.zeros((tokens, hidden), np.float32)
     added = embedded
     for layer in model.layers:
@@ -131,6 +138,8 @@ def _run(
         place_heads(
             projections.numpy(), *_head_norms(attention), angles, slots, query, keys, values
         )
+        if alike is not None:
+            copy_tokens(keys, values, places[alike.source], places[alike.others])
         backend.attend(query, keys, values, attention.scaling, attended.numpy())
         added = packed.linear(
             attended.view(rows, heads * dim), attention.o_proj.weight, attention.o_proj.bias
@@ -139,7 +148,46 @@ def _run(
         gates, ups = packed.linear(normed, mlp.gate_up_proj.weight).chunk(2, dim=-1)
         added = packed.linear(F.silu(gates).mul_(ups), mlp.down_proj.weight)
     _add_and_norm(stream, added, model.norm, normed)
-    return normed[:tokens]
+    return normed[:tokens] if alike is None else normed[alike.place]
+
+
+class Alike(NamedTuple):
+    """The rows of a prefill that differ, and those that equal one of them; all int64."""
+
+    rows: np.ndarray  # that differ, ascending
+    place: np.ndarray  # of each row of the prefill among them
+    others: np.ndarray  # the rows of the prefill that are not among them
+    source: np.ndarray  # for each of the others, the row that it equals
+
+
+def find_alike(batch: ForwardBatch, slots: np.ndarray) -> Alike | None:
+    """Find the requests of a prefill that extend the same cached tokens by the same tokens.
+
+    Returns None if all rows differ. slots: of the tokens of each request, [requests, tokens].
+    """
+    if not batch.forward_mode.is_extend_without_speculative():
+        return None
+    assert batch.extend_prefix_lens is not None and batch.extend_seq_lens is not None
+    tokens = batch.input_ids.numpy()
+    source = np.arange(len(tokens))
+    first: dict[tuple[bytes, bytes], int] = {}
+    lengths = batch.extend_prefix_lens.tolist(), batch.extend_seq_lens.tolist()
+    end = 0
+    for request, cached, new in zip(batch.req_pool_indices.tolist(), *lengths, strict=True):
+        begin, end = end, end + new
+        key = slots[request, :cached].tobytes(), tokens[begin:end].tobytes()
+        source[begin:end] = first.setdefault(key, begin) + np.arange(new)
+    if len(first) == len(batch.req_pool_indices):
+        return None
+    rows, place = np.unique(source, return_inverse=True)
+    others = np.setdiff1d(np.arange(len(tokens)), rows)
+    return Alike(rows, place, others, source[others])
+
+
+def copy_tokens(keys: np.ndarray, values: np.ndarray, old: np.ndarray, new: np.ndarray) -> None:
+    """Copy the keys and values of a layer from slots to others, both int64 [tokens]."""
+    keys[new // PAGE, :, :, new % PAGE] = keys[old // PAGE, :, :, old % PAGE]
+    values[new // PAGE, new % PAGE] = values[old // PAGE, old % PAGE]
 
 
 def _add_and_norm(stream: np.ndarray, added: Tensor, norm: RMSNorm, normed: Tensor) -> None:
