@@ -250,6 +250,17 @@ def check_weights(folder: Path) -> None:
                 f"{folder / 'config.json'}: {key}={size!r} is not a positive integer;"
                 " copy the checkpoint again"
             )
+    try:
+        _check_tensors(folder, tensors, config)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder / 'config.json'}: a value is missing or of a wrong type"
+            f" ({type(error).__name__}: {error}); copy the checkpoint again"
+        ) from None
+
+
+def _check_tensors(folder: Path, tensors: Mapping[str, Path], config: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the tensors of the files are those that config.json implies."""
     if problem := next(_misread(config), ""):
         raise ValueError(f"{folder / 'config.json'}: {problem}")
     # In their order, because there may be more names than memory holds.
@@ -259,8 +270,8 @@ def check_weights(folder: Path) -> None:
     others = tensors.keys() - set(tensor_names(config))
     if extra := {name for name in others if not is_optional(name, config)}:
         raise ValueError(
-            f"{tensors[min(extra)]}: config.json's {kind} has no tensor {min(extra)};"
-            " copy both from the same checkpoint"
+            f"{tensors[min(extra)]}: config.json's {config['model_type']} has no tensor"
+            f" {min(extra)}; copy both from the same checkpoint"
         )
     if _is_tied(config) and _HEAD in tensors:
         head, embedding = (_raw_tensors(tensors[name])[name][1] for name in (_HEAD, EMBEDDING))

@@ -94,7 +94,8 @@ class Tokenizer:
     @cached_property
     def _texts(self) -> list[str]:
         """Return the text that each token adds to a word, by its id: with its space in front."""
-        ids = range(max(self.ids.values()) + 1)
+        # A model may sample a row that only fills up its vocabulary.
+        ids = range(max(*self.ids.values(), self.vocab_size - 1) + 1)
         word = next((i for i in ids if self.decode([i]).encode().isalnum()), ids[0])
         before, *texts = self._fast.decode_batch([[word], *([word, i] for i in ids)])
         return [text[len(before) :] for text in texts]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from areal_lite.data.model_folder import MODEL_TYPES, check_model_folder
+from areal_lite.data.model_folder import MODEL_TYPES, check_model_folder, check_weights
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart import make_model
 from areal_lite.quickstart.command import EXPERTS, MakeModelConfig
@@ -63,6 +63,21 @@ def test_every_architecture_passes_and_a_wrong_size_does_not(
     for key in ("vocab_size", "hidden_size", heads, width):
         (model / "config.json").write_text(json.dumps(config | {key: config[key] * 2}))
         assert "but config.json implies" in refusal(model)
+
+
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_odd_values_in_a_config_are_refused_in_one_line(architecture: str, tmp_path: Path) -> None:
+    """Or they are not looked at."""
+    model = make(tmp_path / "model", architecture)
+    file = model / "config.json"
+    config = json.loads(file.read_text())
+    for key in config.keys() - {"model_type"}:
+        for value in (5, -1, 0.5, "x", [1], {"a": 1}, True, None):
+            file.write_text(json.dumps(config | {key: value}))
+            try:
+                check_weights(model)
+            except ValueError as error:
+                assert "\n" not in str(error) and str(model) in str(error)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,12 @@ def tokenizers(tmp_path_factory) -> dict[str, Tokenizer]:
     }
 
 
+def test_a_row_that_fills_up_the_vocabulary_has_no_text(tmp_path: Path) -> None:
+    saved(tmp_path, ["a", "b"], decoders.ByteLevel())
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": EOS, "vocab_size": 128}))
+    assert Tokenizer(tmp_path).texts([2, 127]) == ["a", ""]
+
+
 def first_with(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...]) -> int | None:
     """Return how many tokens it takes until the text has one of `stop`, by trying them all."""
     for count in range(1, len(tokens) + 1):
