@@ -139,8 +139,7 @@ class EpisodeWorker:
                 supervisor = asyncio.create_task(self._supervise(message, work))
                 self._running[message.number] = supervisor, work
             elif isinstance(message, process.Answer):
-                answer = self._answers.pop(message.call)
-                if not answer.done():
+                if (answer := self._answers.get(message.call)) and not answer.done():
                     answer.set_result(message)
             elif isinstance(message, process.Cancel) and message.number in self._running:
                 for task in self._running[message.number]:
@@ -223,6 +222,7 @@ class EpisodeWorker:
         try:
             answered = await answer
         finally:
+            del self._answers[call]
             if number in self._asking:
                 self._asking[number] -= 1
         if answered.error is not None:

@@ -33,12 +33,12 @@ from torch.distributed import distributed_c10d as c10d
 
 from areal_lite.system.processes import environment
 
-# Every group of ours has a name that begins with this.
 ADAPTERS = "areal_lite_adapters"
 """Begins the `load_format` of a push of adapters alone: areal_lite_adapters:SCALE."""
 AHEAD = "ahead_of_pause"
 """Names requests to load weights before a pause, their number, and the request to take them."""
 GROUP_PREFIX = "areal_lite_"
+"""Begins the name of every group of ours."""
 JOIN_FAILED = "cannot join weight group"
 _FAILED = "the collective failed"
 GIVEN_UP = "given up"

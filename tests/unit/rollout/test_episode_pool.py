@@ -1,13 +1,17 @@
 """Episodes in real worker processes: code that hangs, blocks, crashes and lies costs its own."""
 
 import asyncio
+import itertools
 import os
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
@@ -19,7 +23,7 @@ from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rollout.episode import Played
 from areal_lite.rollout.pool import EpisodePool, needs_workers
-from areal_lite.rollout.worker import Play
+from areal_lite.rollout.worker import EpisodeWorker, Play
 from areal_lite.servers.client import GenerationChunk, SamplingParams
 from areal_lite.servers.fleet import Completion
 from areal_lite.trajectory import Group
@@ -530,3 +534,20 @@ def test_a_worker_whose_pipe_has_ended_gets_nothing_more(model: Path) -> None:
             await pool.close()
 
     uvloop.run(main())
+
+
+def test_a_completion_that_is_cancelled_is_not_waited_for_any_more() -> None:
+    async def cancel() -> Any:
+        worker: Any = object.__new__(EpisodeWorker)
+        worker._calls, worker._answers, worker._asking = itertools.count(), {}, Counter([1])
+        worker._pipes = SimpleNamespace(send=lambda ask: None)
+        params = SamplingParams(1, 1.0, (1,))
+        asking = asyncio.create_task(worker._complete(1, 0, np.zeros(1, np.int32), params))
+        await asyncio.sleep(0)
+        assert len(worker._answers) == 1
+        asking.cancel()
+        await asyncio.wait([asking])
+        return worker
+
+    worker = asyncio.run(cancel())
+    assert not worker._answers and worker._asking[1] == 1
