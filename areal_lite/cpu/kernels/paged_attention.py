@@ -11,6 +11,8 @@ Attention is bound by memory. With 128 requests of 140 tokens, 4 heads of 32 and
 # numba passes the first argument of an intrinsic itself.
 # pyright: reportCallIssue=false
 
+from typing import Any, NamedTuple
+
 import numba
 import numpy as np
 
@@ -29,6 +31,45 @@ PAGE = SIZE
 """Slots of a page."""
 _PAGES_AHEAD = 2
 """Distance of the prefetch. With 1, attention takes 15 % longer; with 3, 5 % less to 10 % more."""
+
+
+class Alike(NamedTuple):
+    """The rows of a prefill that differ, and those that equal one of them; all int64."""
+
+    rows: np.ndarray  # that differ, ascending
+    place: np.ndarray  # of each row of the prefill among them
+    others: np.ndarray  # the rows of the prefill that are not among them
+    source: np.ndarray  # for each of the others, the row that it equals
+
+
+def find_alike(batch: Any, slots: np.ndarray) -> Alike | None:
+    """Find the requests of a prefill that extend the same cached tokens by the same tokens.
+
+    Returns None if all rows differ, and for a decode step. batch: SGLang's ForwardBatch. slots: of
+    the tokens of each request, [requests, tokens].
+    """
+    if not batch.forward_mode.is_extend_without_speculative():
+        return None
+    tokens = batch.input_ids.numpy()
+    source = np.arange(len(tokens))
+    first: dict[tuple[bytes, bytes], int] = {}
+    lengths = batch.extend_prefix_lens.tolist(), batch.extend_seq_lens.tolist()
+    end = 0
+    for request, cached, new in zip(batch.req_pool_indices.tolist(), *lengths, strict=True):
+        begin, end = end, end + new
+        key = slots[request, :cached].tobytes(), tokens[begin:end].tobytes()
+        source[begin:end] = first.setdefault(key, begin) + np.arange(new)
+    if len(first) == len(batch.req_pool_indices):
+        return None
+    rows, place = np.unique(source, return_inverse=True)
+    others = np.setdiff1d(np.arange(len(tokens)), rows)
+    return Alike(rows, place, others, source[others])
+
+
+def copy_tokens(keys: np.ndarray, values: np.ndarray, old: np.ndarray, new: np.ndarray) -> None:
+    """Copy the keys and values of a layer from slots to others, both int64 [tokens]."""
+    keys[new // PAGE, :, :, new % PAGE] = keys[old // PAGE, :, :, old % PAGE]
+    values[new // PAGE, new % PAGE] = values[old // PAGE, old % PAGE]
 
 
 @numba.njit(cache=True, nogil=True, fastmath=True)

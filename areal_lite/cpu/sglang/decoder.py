@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -33,7 +33,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel
 from torch import Tensor, nn
 
 from areal_lite.cpu.kernels import norms
-from areal_lite.cpu.kernels.paged_attention import PAGE, place_heads
+from areal_lite.cpu.kernels.paged_attention import copy_tokens, find_alike, place_heads
 from areal_lite.cpu.kernels.products import PackedWeights
 from areal_lite.cpu.sglang.attention import PagedCpuAttention, is_plain_attention
 from areal_lite.cpu.sglang.operators import is_plain_rotation
@@ -149,45 +149,6 @@ def _run(
         added = packed.linear(F.silu(gates).mul_(ups), mlp.down_proj.weight)
     _add_and_norm(stream, added, model.norm, normed)
     return normed[:tokens] if alike is None else normed[alike.place]
-
-
-class Alike(NamedTuple):
-    """The rows of a prefill that differ, and those that equal one of them; all int64."""
-
-    rows: np.ndarray  # that differ, ascending
-    place: np.ndarray  # of each row of the prefill among them
-    others: np.ndarray  # the rows of the prefill that are not among them
-    source: np.ndarray  # for each of the others, the row that it equals
-
-
-def find_alike(batch: ForwardBatch, slots: np.ndarray) -> Alike | None:
-    """Find the requests of a prefill that extend the same cached tokens by the same tokens.
-
-    Returns None if all rows differ. slots: of the tokens of each request, [requests, tokens].
-    """
-    if not batch.forward_mode.is_extend_without_speculative():
-        return None
-    assert batch.extend_prefix_lens is not None and batch.extend_seq_lens is not None
-    tokens = batch.input_ids.numpy()
-    source = np.arange(len(tokens))
-    first: dict[tuple[bytes, bytes], int] = {}
-    lengths = batch.extend_prefix_lens.tolist(), batch.extend_seq_lens.tolist()
-    end = 0
-    for request, cached, new in zip(batch.req_pool_indices.tolist(), *lengths, strict=True):
-        begin, end = end, end + new
-        key = slots[request, :cached].tobytes(), tokens[begin:end].tobytes()
-        source[begin:end] = first.setdefault(key, begin) + np.arange(new)
-    if len(first) == len(batch.req_pool_indices):
-        return None
-    rows, place = np.unique(source, return_inverse=True)
-    others = np.setdiff1d(np.arange(len(tokens)), rows)
-    return Alike(rows, place, others, source[others])
-
-
-def copy_tokens(keys: np.ndarray, values: np.ndarray, old: np.ndarray, new: np.ndarray) -> None:
-    """Copy the keys and values of a layer from slots to others, both int64 [tokens]."""
-    keys[new // PAGE, :, :, new % PAGE] = keys[old // PAGE, :, :, old % PAGE]
-    values[new // PAGE, new % PAGE] = values[old // PAGE, old % PAGE]
 
 
 def _add_and_norm(stream: np.ndarray, added: Tensor, norm: RMSNorm, normed: Tensor) -> None:

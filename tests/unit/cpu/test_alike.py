@@ -7,12 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.cpu.sglang.stand_ins import install_stand_ins
-
-install_stand_ins()
-
-from areal_lite.cpu.kernels.paged_attention import PAGE  # noqa: E402
-from areal_lite.cpu.sglang.decoder import copy_tokens, find_alike  # noqa: E402
+from areal_lite.cpu.kernels.paged_attention import PAGE, copy_tokens, find_alike
 
 # Which cached tokens a request extends, and by which tokens.
 REQUEST = st.tuples(st.integers(0, 2), st.lists(st.integers(0, 1), min_size=1, max_size=3))

@@ -1,5 +1,6 @@
 """Prefills without a GPU: when they wait for decode steps, and how many requests begin."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -7,10 +8,7 @@ import torch
 
 from areal_lite.config import ServerConfig
 from areal_lite.cpu.sglang import _admit_few, _defer_while_decoding, enough_requests
-from areal_lite.cpu.sglang.stand_ins import install_stand_ins
 from areal_lite.launch.server_pool import server_command
-
-install_stand_ins()
 
 
 @pytest.mark.parametrize("decoding", [True, False])
@@ -35,7 +33,9 @@ def test_no_more_requests_begin_than_keep_a_core_at_work(
 ) -> None:
     """Unless a setting says how many run at a time."""
     settings = SimpleNamespace(max_running_requests=own)
-    monkeypatch.setattr("sglang.srt.runtime_context.get_schedule", lambda: settings)
+    # SGLang itself would change this process for other tests.
+    context = SimpleNamespace(get_schedule=lambda: settings)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
     model = torch.nn.Linear(2**15, 2**12, bias=False, device="meta")
     worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
     scheduler = SimpleNamespace(tp_worker=worker)
