@@ -67,8 +67,8 @@ def with_servers(
 ) -> None:
     """Do each piece of `work` while servers of a model are up.
 
-    The servers have all visible GPUs: there is no trainer. Raises RuntimeError or TimeoutError if
-    they fail.
+    The servers have all visible GPUs, as there is no trainer. Raises RuntimeError or TimeoutError
+    if a server fails.
     """
     gpus = visible_gpus() if resolve_device(server.device) == "cuda" else []
     divided = divide_gpus(gpus, server.count, server.tensor_parallel)

@@ -34,12 +34,12 @@ _PAGES_AHEAD = 2
 
 
 class Alike(NamedTuple):
-    """The rows of a prefill that differ, and those that equal one of them; all int64."""
+    """The distinct rows of a prefill, and the repeated ones; all int64."""
 
-    rows: np.ndarray  # that differ, ascending
+    rows: np.ndarray  # the distinct ones, ascending
     place: np.ndarray  # of each row of the prefill among them
-    others: np.ndarray  # the rows of the prefill that are not among them
-    source: np.ndarray  # for each of the others, the row that it equals
+    others: np.ndarray  # the repeated ones
+    source: np.ndarray  # the distinct row that each repeated one equals
 
 
 def find_alike(batch: Any, slots: np.ndarray) -> Alike | None:

@@ -150,8 +150,8 @@ def _num_weights(model: Any) -> int:
 def enough_requests(weights: int) -> int:
     """Return how many requests at once keep a core at work with a model of so many weights.
 
-    Reading the weights takes the time of some 20 rows, and all that a step does once, that of some
-    10⁹ multiplications.
+    A step spends the time of 20 rows on reading the weights, and of 10⁹ multiplications on all that
+    it does once. With several times as much, rows take most of it.
     """
     return max(64, 2**33 // weights)
 
