@@ -39,7 +39,7 @@ class ClusterConfig:
     container: str = setting("none", "Container runtime.", choices=("none", "pyxis", "apptainer"))
     image: str | None = setting(None, "Image of the container.")
     mounts: list[str] = setting(
-        [], "Further folders mounted into the container: FOLDER or FOLDER:WHERE."
+        [], "More folders to mount into the container: FOLDER or FOLDER:WHERE."
     )
     python: str | None = setting(
         None, "Python interpreter. null: the interpreter that submits, or python3 in a container."

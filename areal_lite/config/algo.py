@@ -22,7 +22,7 @@ class CorrectionConfig:
     )
     level: str = setting(
         "token",
-        "What has one w: a token, or a sequence by the mean or the product of its weights.",
+        "What shares one w: a token, or a sequence, by the mean or the product of its weights.",
         choices=("token", "geometric", "product"),
     )
     cap: float = setting(5.0, "Upper bound of w.", within=(1, 1e6))
@@ -49,7 +49,7 @@ class AdvantageConfig:
     )
     credit: str = setting(
         "outcome",
-        "outcome: the reward of an episode. turns: what a turn and those after it earned.",
+        "outcome: the reward of an episode. turns: what a turn and later ones earned.",
         choices=("outcome", "turns"),
     )
     whiten: bool = setting(False, "Normalize the advantages over all tokens of the batch.")
@@ -67,7 +67,7 @@ class ShapingConfig:
     bias: float = setting(0.0, "Added to the reward before scaling.", within=(-1e6, 1e6))
     overlong_margin: int = setting(
         0,
-        "Last tokens before rollout.max_new_tokens, in which a penalty grows to 1. 0: no penalty.",
+        "Tokens before rollout.max_new_tokens over which a penalty grows to 1. 0: no penalty.",
         within=(0, MAX_TOKENS),
     )
     mask_truncated: bool = setting(
@@ -87,7 +87,7 @@ class KLConfig:
     estimator: str = setting("k3", "Estimator of the KL divergence.", choices=("k1", "k2", "k3"))
     into: str = setting(
         "loss",
-        "Where the term is: in the loss, in the reward, or in the advantage of each token.",
+        "Where the term goes: into the loss, the reward, or the advantage of each token.",
         choices=("loss", "reward", "advantage"),
     )
 
@@ -134,7 +134,7 @@ class AlgoConfig:
     entropy_coef: float = setting(0.0, "Coefficient of the entropy bonus.", within=(0, 100))
     routing_replay: bool = setting(
         False,
-        "Mixture of experts: the trainer computes each token with the server's experts for it.",
+        "Mixture of experts: the trainer sends each token to the experts that the server chose.",
     )
     reference: str | None = setting(
         None,

@@ -24,7 +24,7 @@ from areal_lite.config.sections import (
 
 MODEL_HELP = "Folder of a Hugging Face checkpoint."
 RUN_DIR_HELP = "Run directory, to which the command writes everything."
-SEED_HELP = "Seed of everything that is random and has no seed of its own."
+SEED_HELP = "Seed of all randomness that has no seed of its own."
 
 
 @dataclass(frozen=True, kw_only=True)

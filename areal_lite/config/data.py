@@ -25,7 +25,7 @@ from areal_lite.config.fields import (
 from areal_lite.config.sections import RolloutConfig, Sampling, ServerConfig
 
 SAMPLING_HELP = (
-    "How its completions are sampled, where not as in training: temperature (0: greedy), top_p, "
+    "Settings of sampling that override those of `rollout`: temperature (0: greedy), top_p, "
     "top_k, max_new_tokens, stop."
 )
 
@@ -41,7 +41,7 @@ class DataConfig:
     )
     args: dict[str, Any] = setting(
         {},
-        "More arguments of that function: data.args.KEY=VALUE. hf takes name (of the data set's "
+        "Further arguments of that function: data.args.KEY=VALUE. hf takes name (of the data set's "
         "configuration), train_split (train) and eval_split (test).",
     )
     path: str | None = setting(None, "jsonl: the file. hf: a name on the hub, or a folder.")
@@ -49,15 +49,15 @@ class DataConfig:
         None, "Held-out problems. jsonl: the file. hf: a name or folder; null is data.path."
     )
     prompt_key: str = setting("question", "Field of a row with the prompt.")
-    answer_key: str = setting(
-        "answer", "Field of a row with the answer to compare with. Empty: none."
-    )
+    answer_key: str = setting("answer", "Field of a row with the reference answer. Empty: none.")
     chat: bool = setting(True, "jsonl, hf: apply the tokenizer's chat template to the prompt.")
     chat_template_kwargs: dict[str, Any] = setting(
         {}, "Variables of the chat template: {enable_thinking: false, today: 2026-12-31}."
     )
     system_prompt: str | None = setting(None, "System message in front of each prompt.")
-    max_prompt_tokens: int = setting(1024, "Longer prompts are left out.", within=(1, MAX_TOKENS))
+    max_prompt_tokens: int = setting(
+        1024, "Longest prompt, in tokens. Longer ones are left out.", within=(1, MAX_TOKENS)
+    )
     sources: dict[str, Any] = setting(
         {},
         "Several sources by name: data.sources.NAME.KEY=VALUE. KEY is one of data; weight, the "
@@ -73,10 +73,10 @@ class RewardConfig:
     function: str = setting(
         "",
         "module:function, called as f(completion: str, answer: str) -> float. It may be async. A "
-        "parameter info gets the other fields of the row. For a judge: module:rubric.md.",
+        "parameter `info` gets the other fields of the row. For a judge: module:rubric.md.",
     )
     workers: int = setting(1, "Processes that run the function.", within=(1, 1024))
-    timeout_s: float = setting(15.0, "Seconds for a reward, or a judge's answer.", within=SECONDS)
+    timeout_s: float = setting(15.0, "Time limit of a reward or judge, in seconds.", within=SECONDS)
 
 
 @dataclass

@@ -40,8 +40,8 @@ class ServerConfig:
     args: dict[str, Any] = setting(
         {},
         "Options of SGLang: {chunked_prefill_size: 2048} is --chunked-prefill-size 2048. dtype is "
-        "bfloat16 on a GPU and float32 without one; max_running_requests, on a GPU, a server's "
-        "share of rollout.max_concurrent and a quarter more.",
+        "bfloat16 on a GPU and float32 without one. max_running_requests is a server's share of "
+        "rollout.max_concurrent and a quarter more; without a GPU, what keeps a core busy.",
     )
 
     @property
@@ -81,7 +81,7 @@ class SyncConfig:
     )
     timeout_s: float = setting(
         120.0,
-        "Longest time for an answer of a server or the controller, in seconds. A server that "
+        "Longest wait for an answer from a server or the controller, in seconds. A server that "
         "is silent for half of it outside a push has failed.",
         within=SECONDS,
     )
@@ -103,14 +103,14 @@ class RestartConfig:
 
     max: int = setting(
         5,
-        "Restarts within an hour. After these the run continues without the server, or ends, and "
-        "resume=auto continues it. 0: nothing is started again.",
+        "Most restarts within an hour. After that the run goes on without the server, or ends, and "
+        "resume=auto continues it. 0: nothing is restarted.",
         within=(0, 1_000_000),
     )
     hang_timeout_s: float = setting(
         1800.0,
-        "A process without a heartbeat for this many seconds hangs, and is replaced. It must be "
-        "longer than sync.timeout_s, a microbatch, loading the model and writing a checkpoint.",
+        "A process without a heartbeat for this many seconds counts as hung and is replaced. This "
+        "must exceed sync.timeout_s, a microbatch, loading the model, and writing a checkpoint.",
         within=(1, WEEK_S),
     )
 
@@ -121,10 +121,10 @@ class Sampling:
 
     temperature: float = setting(1.0, "Sampling temperature. 0: greedy.", within=(0, 100))
     top_p: float = setting(
-        1.0, "Sample from the likeliest tokens, of this probability together.", within=(1e-6, 1)
+        1.0, "Sample from the likeliest tokens whose probabilities sum to this.", within=(1e-6, 1)
     )
     top_k: int = setting(
-        0, "Sample from so many of the likeliest tokens. 0 or -1: all.", within=(-1, MAX_COUNT)
+        0, "Sample from this many of the likeliest tokens. 0 or -1: all.", within=(-1, MAX_COUNT)
     )
     max_new_tokens: int = setting(1024, "Longest answer, in tokens.", within=(1, MAX_TOKENS))
     stop: list[Any] = setting([], "Texts and token ids at which an answer ends.")
@@ -170,8 +170,8 @@ class RolloutConfig:
     )
     filters: list[str] = setting(
         [],
-        "Groups to replace, until batches are full. zero_variance: those whose trajectories all "
-        "got the same reward. module:function: f(group) is None, or a short reason to replace it.",
+        "Groups to replace until batches are full. zero_variance: groups whose trajectories all "
+        "have one reward. module:function: f(group) is None, or a short reason to replace it.",
     )
     retire_above: float | None = setting(
         None,
@@ -216,14 +216,14 @@ class BufferConfig:
     )
     freshness: str = setting(
         "auto",
-        "How far generation runs ahead within that bound: auto, as far as the trainer would wait "
-        "otherwise; eager, and with a window, always to the bound.",
+        "How far generation runs ahead within that bound. auto: just far enough that the trainer "
+        "does not wait. eager, and always with a window: up to the bound.",
         choices=("auto", "eager"),
     )
     window: int | None = setting(
         None,
-        "How many younger groups may pass a group that still runs, until the next batch waits for "
-        "it. 0: first in, first out. null: no limit.",
+        "How many younger groups may overtake a group that still runs before the next batch waits "
+        "for it. 0: first in, first out. null: no limit.",
         within=(0, MAX_COUNT),
     )
     replay: ReplayConfig = field(default_factory=ReplayConfig)
@@ -249,7 +249,7 @@ class LoraConfig:
         0, "Rank of the adapters. 0: no adapters, all weights are trained.", within=(0, 1024)
     )
     alpha: float = setting(
-        32.0, "What an adapter adds is multiplied by alpha / rank.", within=(1e-6, 1e6)
+        32.0, "The output of an adapter is multiplied by alpha / rank.", within=(1e-6, 1e6)
     )
     targets: list[str] = setting(
         ["qkv", "proj", "fc1", "fc2"],
@@ -270,7 +270,7 @@ class TrainerConfig:
         8192, "Tokens of one forward and backward pass.", within=(1, MAX_TOKENS)
     )
     share_prefixes: bool = setting(
-        True, "Compute tokens once with which several sequences of a microbatch begin."
+        True, "Compute a prefix only once if several sequences of a microbatch share it."
     )
     tensor_parallel: int = setting(
         1, "Ranks that share each matrix, and the tokens between the matrices.", within=(1, 1024)
@@ -286,7 +286,7 @@ class TrainerConfig:
         within=(1, 1024),
     )
     data_parallel: int = setting(
-        1, "Sets of the above ranks that each take a shard of the batch.", within=(1, 1024)
+        1, "Replicas of the ranks above, each with its own shard of the batch.", within=(1, 1024)
     )
     recompute: str = setting(
         "none",
@@ -311,7 +311,7 @@ class TrainerConfig:
     optimizer: str = setting(
         "adam",
         "adam is AdamW. muon makes the updates of matrices orthogonal. sgd has no momentum and "
-        "does not rescale the gradient. With these two each data-parallel rank has all state.",
+        "does not rescale the gradient. With these two, each data-parallel rank holds all state.",
         choices=("adam", "muon", "sgd"),
     )
     lr: float = setting(1e-4, "Learning rate.", within=(1e-12, 1))

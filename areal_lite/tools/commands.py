@@ -51,9 +51,7 @@ class ChatConfig(Sampling):
         [], "Answer each of these prompts by itself, and exit. []: the lines of standard input."
     )
     seed: int = setting(1, SEED_HELP, within=(0, MAX_SEED))
-    raw: bool = setting(
-        False, "Use no chat template: each line is a prompt as it is, without the lines before."
-    )
+    raw: bool = setting(False, "Apply no chat template: each line is a prompt of its own.")
     server: ServerConfig = field(default_factory=ServerConfig)
 
 
@@ -79,7 +77,7 @@ class ServersConfig:
     """The servers of a run that is going on."""
 
     run_dir: str = setting(MISSING, "Run directory of a run that is going on.")
-    add: int = setting(0, "Start so many more, on the visible GPUs.", within=(0, 1024))
+    add: int = setting(0, "Start this many more servers, on the visible GPUs.", within=(0, 1024))
     drain: str | None = setting(
         None, "Name of a server that takes no new requests, and ends after those it has."
     )
@@ -119,9 +117,9 @@ class ReportConfig:
     version: int | None = setting(
         None, "--inspect: weight version of at least one token.", within=(0, MAX_COUNT)
     )
-    reward_min: float | None = setting(None, "--inspect: least reward.", within=(-1e6, 1e6))
-    reward_max: float | None = setting(None, "--inspect: most reward.", within=(-1e6, 1e6))
-    limit: int = setting(3, "--inspect: most trajectories to print.", within=(1, MAX_COUNT))
+    reward_min: float | None = setting(None, "--inspect: lowest reward.", within=(-1e6, 1e6))
+    reward_max: float | None = setting(None, "--inspect: highest reward.", within=(-1e6, 1e6))
+    limit: int = setting(3, "--inspect: number of trajectories to print.", within=(1, MAX_COUNT))
 
 
 @dataclass
@@ -158,11 +156,11 @@ class SimulationConfig:
     length_spread: float = setting(
         0.9,
         "Standard deviation of the logarithm of a length, before rollout.max_new_tokens cuts it. "
-        "0: all alike.",
+        "0: all equal.",
         within=(0, 5),
     )
     prompt_tokens: int = setting(200, "Prompt length, in tokens.", within=(1, MAX_TOKENS))
-    uniform_share: float = setting(0.0, "Share of groups of equal rewards.", within=(0, 0.95))
+    uniform_share: float = setting(0.0, "Share of groups with equal rewards.", within=(0, 0.95))
     reward_s: float = setting(0.0, "Seconds to score a completion.", within=(0, WEEK_S))
     bandwidth_share: float = setting(
         0.7, "Share of the memory bandwidth that decoding reaches.", within=(0.001, 1)
@@ -172,7 +170,7 @@ class SimulationConfig:
     )
     host_ms: float = setting(4.0, "Host's milliseconds in a decoding step.", within=(0, 1e6))
     step_fixed_s: float = setting(2.0, "Fixed seconds of a step.", within=(0, WEEK_S))
-    push_gb_s: float = setting(10.0, "Gigabytes that a push sends a second.", within=(0.001, 1e6))
+    push_gb_s: float = setting(10.0, "Speed of a push, in gigabytes a second.", within=(0.001, 1e6))
     push_fixed_s: float = setting(0.3, "Fixed seconds of a pause.", within=(0, WEEK_S))
     warm_up: int | None = setting(
         None,
