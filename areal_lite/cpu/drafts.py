@@ -77,18 +77,20 @@ class PromptHistory:
         """Note the tokens of the prompt, unless there are some notes."""
         if not self._contexts:
             for at in range(1, len(prompt)):
-                self._count(self._contexts, prompt[max(at - LONGEST, 0) : at], prompt[at])
+                hashes = _hashes(prompt[max(at - LONGEST, 0) : at])
+                self._count(self._contexts, hashes, prompt[at])
 
     def note(self, before: Sequence[int], token: int) -> None:
         """Note that `token` came after the tokens `before`, of which at most 8 are looked at."""
-        guess = self._guess(before)
+        hashes = _hashes(before)
+        guess = self._guess(hashes)
         if guess is not None:
             self._shared.note(guess.kind, guess.token == token)
         for contexts in (self._contexts, self._shared.of_all):
-            self._count(contexts, before, token)
+            self._count(contexts, hashes, token)
 
-    def _count(self, contexts: Contexts, before: Sequence[int], token: int) -> None:
-        for context in set(_hashes(before)):
+    def _count(self, contexts: Contexts, hashes: list[int], token: int) -> None:
+        for context in set(hashes):
             known = contexts.get(context)
             self._shared.contexts += known is None
             contexts[context] = (known or _Context(token, 0, 0)).and_then(token)
@@ -98,7 +100,7 @@ class PromptHistory:
         tokens, chance = list(before[-LONGEST:]), 1.0
         start = len(tokens)
         while len(tokens) < start + most:
-            guess = self._guess(tokens)
+            guess = self._guess(_hashes(tokens))
             if guess is None:
                 break
             chance *= self._shared.rate(guess.kind)
@@ -107,8 +109,7 @@ class PromptHistory:
             tokens.append(guess.token)
         return tokens[start:]
 
-    def _guess(self, before: Sequence[int]) -> _Guess | None:
-        hashes = _hashes(before)
+    def _guess(self, hashes: list[int]) -> _Guess | None:
         for contexts in (self._contexts, self._shared.of_all):
             for length, context in zip(_CONTEXTS, hashes):
                 if (known := contexts.get(context)) is not None:
