@@ -49,8 +49,8 @@ both train for about as long.
 
 `chat` is SmolLM2-135M-Instruct, which learns to add (examples/chat_model): 8 groups of 8, one
 update a step, prompts of 45 tokens and answers of up to 16. areal_lite makes twice as many steps,
-and its data is at most one step old (four at commit 8af43c92). TRL ends answers at the token that
-ends a turn, which the model's tokenizer does not name.
+and its data is at most one step old. TRL ends answers at the token that ends a turn, which the
+model's tokenizer does not name.
 
 ![Mean reward over the seconds of training](against_trl.png)
 
