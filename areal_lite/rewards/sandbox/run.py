@@ -2,7 +2,7 @@
 
 The kernel guarantees, for any user and without namespaces (confine.py):
   * files: the program reads the interpreter's libraries and its own scratch folder, and writes that
-    folder only. The folder is removed afterwards;
+    folder only. The folder is removed afterwards, or with the worker process (workers/process.py);
   * no network and no other sockets (so no asyncio), no new processes, no signals to other
     processes (system_calls.py has the calls that are left);
   * limits on memory (address space), processor time, the size of a file, the number of open files,
@@ -34,7 +34,6 @@ import sysconfig
 import tempfile
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,6 @@ from areal_lite.rewards.sandbox.system_calls import CALLS, number_of
 from areal_lite.system.files import remove_folder
 
 _START_TIMEOUT_S = 30.0
-_PREFIX = "areal-lite-sandbox-"
 _PACKAGES = str(Path(__file__).parents[3])
 # The interpreter is isolated: it does not know our package.
 _PROGRAM = """
@@ -172,83 +170,60 @@ async def run_python(code: str, stdin: str = "", limits: Limits = _DEFAULT) -> O
 
     The program dies with the calling thread.
     """
-    await asyncio.to_thread(_remove_abandoned)
     channel, theirs = socket.socketpair()
     with channel, theirs:
-        scratch, lock = _make_scratch()
+        scratch = Path(tempfile.mkdtemp(prefix="areal-lite-sandbox-"))
         try:
             (scratch / "program.py").write_bytes(code.encode(errors="replace"))
-            process = await _start(scratch, limits, theirs)
+            process = await _start(scratch, stdin, limits, theirs)
             try:
                 await _wait_until_ready(process)
                 # The program sent the descriptor before it was ready.
                 _, (listener,), *_ = socket.recv_fds(channel, 64, 1, socket.MSG_CMSG_CLOEXEC)
                 with closing(_Supervisor(listener, process.pid, limits)):
-                    return await _watch(process, stdin.encode(errors="replace"), limits)
+                    return await _watch(process, limits)
             finally:
                 await _end(process)
         finally:
             await asyncio.to_thread(remove_folder, scratch)
-            os.close(lock)
-
-
-def _make_scratch() -> tuple[Path, int]:
-    """Make a folder, and return it with the lock on it, which this process holds while it lives."""
-    unlocked = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))
-    lock = os.open(unlocked, os.O_RDONLY | os.O_CLOEXEC)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return unlocked.rename(unlocked.with_name(unlocked.name[1:])), lock
-
-
-@cache
-def _remove_abandoned() -> None:
-    """Remove the scratch folders of this user's processes that were killed. It is done once."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # it is another user's, locked, or gone
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(lock).st_uid == os.getuid():
-                    remove_folder(folder)
-            finally:
-                os.close(lock)
 
 
 async def _start(
-    scratch: Path, limits: Limits, channel: socket.socket
+    scratch: Path, stdin: str, limits: Limits, channel: socket.socket
 ) -> asyncio.subprocess.Process:
+    """Start the program. It reads `stdin` from a file that has no name any more."""
     options = ("-I", "-S", "-B", "-X", "utf8")
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     settings = _settings(limits) | {"channel": channel.fileno()}
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, *options, "-c", _PROGRAM, _PACKAGES, json.dumps(settings)),
-        cwd=scratch,
-        env={"HOME": str(scratch), "TMPDIR": str(scratch), **threads},
-        pass_fds=(channel.fileno(),),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    given = scratch / "stdin"
+    given.write_bytes(stdin.encode(errors="replace"))
+    with given.open("rb") as readable:
+        given.unlink()
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, *options, "-c", _PROGRAM, _PACKAGES, json.dumps(settings)),
+            cwd=scratch,
+            env={"HOME": str(scratch), "TMPDIR": str(scratch), **threads},
+            pass_fds=(channel.fileno(),),
+            stdin=readable,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    stdin, stdout, stderr = _pipes(process)
     with suppress(ProcessLookupError):
         process.kill()
-    stdin.close()
     # `wait` also waits for the end of the pipes, and a full pipe ends only when it is read.
-    await asyncio.gather(stdout.read(), stderr.read())
+    await asyncio.gather(*(stream.read() for stream in _streams(process)))
     await process.wait()
 
 
-async def _watch(process: asyncio.subprocess.Process, given: bytes, limits: Limits) -> Outcome:
-    """Feed the program and collect its output until it ends or exceeds a limit."""
-    stdin, *streams = _pipes(process)
+async def _watch(process: asyncio.subprocess.Process, limits: Limits) -> Outcome:
+    """Collect the output of the program until it ends or exceeds a limit."""
     collected = bytearray(), bytearray()
-    feeder = asyncio.ensure_future(_feed(stdin, given))
     readers = [
         asyncio.ensure_future(_collect(stream, into, limits.output_bytes))
-        for stream, into in zip(streams, collected)
+        for stream, into in zip(_streams(process), collected)
     ]
     ended = "exit"
     status = None
@@ -261,9 +236,9 @@ async def _watch(process: asyncio.subprocess.Process, given: bytes, limits: Limi
     except _TooMuchOutput:
         ended = "output"
     finally:
-        for task in (feeder, *readers):
-            task.cancel()
-        await asyncio.wait((feeder, *readers))
+        for reader in readers:
+            reader.cancel()
+        await asyncio.wait(readers)
     stdout, stderr = (
         bytes(output[: limits.output_bytes]).decode(errors="replace") for output in collected
     )
@@ -271,7 +246,7 @@ async def _watch(process: asyncio.subprocess.Process, given: bytes, limits: Limi
 
 
 async def _wait_until_ready(process: asyncio.subprocess.Process) -> None:
-    _, stdout, stderr = _pipes(process)
+    stdout, stderr = _streams(process)
     try:
         async with asyncio.timeout(_START_TIMEOUT_S):
             if await stdout.read(1) != confine.READY:
@@ -281,11 +256,11 @@ async def _wait_until_ready(process: asyncio.subprocess.Process) -> None:
         raise SandboxError(f"sandbox: not ready within {_START_TIMEOUT_S:g} s") from None
 
 
-def _pipes(
+def _streams(
     process: asyncio.subprocess.Process,
-) -> tuple[asyncio.StreamWriter, asyncio.StreamReader, asyncio.StreamReader]:
-    assert process.stdin and process.stdout and process.stderr
-    return process.stdin, process.stdout, process.stderr
+) -> tuple[asyncio.StreamReader, asyncio.StreamReader]:
+    assert process.stdout and process.stderr
+    return process.stdout, process.stderr
 
 
 class _TooMuchOutput(Exception):
@@ -297,13 +272,6 @@ async def _collect(stream: asyncio.StreamReader, into: bytearray, limit: int) ->
         into += data
         if len(into) > limit:
             raise _TooMuchOutput
-
-
-async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:
-    with suppress(ConnectionError):  # the program may not read its input
-        stream.write(data)
-        await stream.drain()
-        stream.close()
 
 
 def _settings(limits: Limits) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from areal_lite.rewards.sandbox.run import (
     Limits,
     Outcome,
     SandboxError,
-    _remove_abandoned,
     run_python,
 )
 from tests.processes import running
@@ -160,37 +159,6 @@ def test_a_program_dies_with_the_process_that_started_it(tmp_path: Path) -> None
         owner.wait()
     psutil.wait_procs(children, timeout=10)
     assert running(child.pid for child in children) == []
-
-
-def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(tmp_path: Path) -> None:
-    code = (
-        "import asyncio\nfrom areal_lite.rewards.sandbox.run import *\n"
-        'program = \'open("large", "wb").write(bytes(1 << 20)); import time; time.sleep(60)\'\n'
-        "asyncio.run(run_python(program, limits=Limits(time_s=60)))"
-    )
-    command, place = [sys.executable, "-c", code], os.environ | {"TMPDIR": str(tmp_path)}
-    victim = tmp_path / "victim"
-    victim.mkdir()
-    (victim / "file").touch()
-    (tmp_path / "areal-lite-sandbox-link").symlink_to(victim)
-    owners = [subprocess.Popen(command, env=place) for _ in range(2)]
-    try:
-        while len(found := list(tmp_path.glob("*/large"))) < 2:
-            time.sleep(0.01)
-        owners[0].kill()
-        owners[0].wait()
-        assert len([file for file in found if file.exists()]) == 2
-        _remove_abandoned.__wrapped__()
-        assert len([file for file in found if file.exists()]) == 1, "the other process lives"
-    finally:
-        for owner in owners:
-            owner.kill()
-            owner.wait()
-    _remove_abandoned.cache_clear()
-    assert sandboxed("print(1)").ok, "a program makes room before it starts"
-    assert not [file for file in found if file.parent.exists()]
-    assert (victim / "file").exists()
-    (tmp_path / "areal-lite-sandbox-link").unlink()
 
 
 ADD = "def add(a, b):\n    return a + b\n"
