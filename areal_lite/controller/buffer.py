@@ -23,22 +23,18 @@ Invariants, asserted in tests/unit/controller/test_admission.py:
 With eta = 0 only the groups of the coming step may start: synchronous training. docs/concepts.md
 has an example.
 
-**Freshness** (`buffer.freshness=auto`). Where the trainer is the slower side, eta would always be
-reached, and tokens would be as stale as it allows, for nothing. So admission runs ahead by G groups
-only, as many as keep the trainer from waiting. During step s, groups start while also
+**Freshness** (`buffer.freshness=auto`). Where the trainer is the slower side, tokens would always
+be as stale as eta allows, for nothing. So admission runs ahead by G groups only, as many as keep
+the trainer from waiting. During step s, groups start while also
 
     accepted + running < (s + 1) * B + G,     0 <= G <= eta * B
 
 At the end of the next step G groups are not used yet, of which r still run. The trainer does not
 wait if the other G - r are a batch, so G must be B + r. (With a rate of B groups per step, r is the
-rate times the latency that the step does not hide: Little's law.) r is learned, up to what eta
-allows. A larger one counts at once, and a smaller one by degrees, because a wait costs more than a
-step of staleness; after a wait it does not count, because groups caught up meanwhile. If the
-servers are the slower side, then less than a batch has finished, B + r > G, and G grows by what was
-missing until eta decides, as without. G is B at first, and eta * B if eta < 1.
-
-It only lowers the limit above, so no bound changes. The present batch is always within it, so the
-trainer waits for groups that were admitted. With a window, G is eta * B: a batch may wait for one
+rate times the latency that the step does not hide: Little's law.) r is learned. A larger one counts
+at once, and a smaller one by degrees, because a wait costs more than a step of staleness; after a
+wait it does not count, because groups caught up meanwhile. If the servers are the slower side, G
+grows by what was missing until eta decides. With a window, G is eta * B: a batch may wait for one
 old group although enough have finished, and would wait less if all had started earlier.
 
 A run that resumes after s steps has used s * B groups. These and the finished groups that wait
@@ -67,10 +63,9 @@ No token of g is older than v. Admission therefore gets eta = max_staleness - ce
 `TrainConfig.max_lead`, and `max_staleness` holds for every token. A run that resumes has no group
 that still runs, so the same count holds. tests/unit/controller/test_window.py checks the bound.
 
-**Replay** (`ReplayBuffer`) decouples search from training (TBA, arXiv 2503.18929): generation never
-waits, and a batch is drawn whenever the trainer wants one. A batch mixes episodes of any version,
-so only Trajectory Balance can learn from it (algo/trajectory_balance.py). It has distinct prompts,
-each chosen as follows, with m = `recency_probability` and group size K:
+**Replay** (`ReplayBuffer`) decouples search from training (TBA, arXiv 2503.18929): a batch mixes
+episodes of any version, so only Trajectory Balance can learn from it. It has distinct prompts, each
+chosen as follows, with m = `recency_probability` and group size K:
 
     with probability m   the prompt that was added to last, and its newest K episodes
     otherwise            any prompt, and K of its episodes without replacement (Gumbel top-K),
@@ -78,12 +73,10 @@ each chosen as follows, with m = `recency_probability` and group size K:
 
 * A prompt with fewer than K episodes gives all it has. A prompt with one is not drawn: there is
   nothing to balance.
-* The buffer holds distinct episodes of a prompt, each with all of its traces (the newer of two
-  equal ones), the newest `capacity` of each prompt, and the `MAX_PROMPTS` prompts that were added
-  to last.
+* The buffer holds distinct episodes of a prompt (the newer of two equal ones), the newest
+  `capacity` of each prompt, and the `MAX_PROMPTS` prompts that were added to last.
 * A draw depends only on the seed, the version and the content. The store records it, because the
-  content depends on when groups finish. A resumed run fills the buffer again from
-  `Store.finished_groups`; the store keeps the tokens of `group_ids`.
+  content depends on when groups finish.
 """
 
 import bisect

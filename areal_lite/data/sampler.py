@@ -1,7 +1,7 @@
 """The order of prompts of one or more sources: endless, and resumable from a few numbers.
 
 * Sources take turns by their weights: after n draws, a source with the share s of all weights has
-  had n s of them, less than one more or less (proved below).
+  had n s of them, less than one more or less.
 * An epoch is one pass over a source, in a new random order. It draws every prompt exactly once.
 * Draw n depends on n and on the sources (sizes, seeds, weights and their order) only. An epoch's
   order is computed shortly before its first draw: 10 ms and 8 MB for a million prompts.
@@ -10,25 +10,12 @@
 * A retired index is never drawn again. One that rests is left out of some epochs of its source. The
   turn of either goes to the draw after it, of whatever source.
 
-Source k has the weight w_k, a positive integer; W is the sum of all weights, and c_k(n) the number
-of turns of source k among the first n. For every n and k
-
-    |c_k(n) - n w_k / W| < 1
-
-The j-th turn of source k (j = 1, 2, …) has a window of numbers n that it may have: it opens with
-the first n > (j - 1) W / w_k, and its deadline is ceil(j W / w_k). No turn before its window means
-c_k(n) < n w_k / W + 1, and no turn after its deadline means c_k(n) > n w_k / W - 1. These are the
-windows of Pfair scheduling (Baruah et al., Algorithmica 15, 1996) on one processor.
-
-`interleave` gives each n to the open turn with the earliest deadline. One is always open: the
-differences n w_k / W - c_k(n - 1) add up to 1, so one of them is positive.
-
-No turn misses its deadline. Suppose that one does, with the deadline t. Let s < t be the last
-number that was given to a turn with a deadline after t, or 0. The numbers s + 1 … t were then given
-to turns with deadlines up to t. None of these t - s turns was open at s, where it would have been
-preferred, and nor was the missed one. So t - s + 1 windows lie within s + 1 … t. But a source has
-only floor(t w_k / W) - ceil(s w_k / W) <= (t - s) w_k / W of those, which add up to at most t - s.
-So c_k(W) is an integer less than one away from w_k: it is w_k, and the turns repeat after W.
+The turns are a Pfair schedule on one processor. Source k has the weight w_k, a positive integer,
+and W is the sum of all weights. Its j-th turn (j = 1, 2, …) may have the numbers n > (j - 1) W /
+w_k up to the deadline ceil(j W / w_k); exactly then, the share above holds. Such a schedule exists
+(Baruah et al., Algorithmica 15, 1996). `interleave` finds it: it gives each n to the open turn with
+the earliest deadline, which is optimal for turns of unit length. After W turns each source k has
+had w_k, and the turns repeat.
 """
 
 from collections import deque
