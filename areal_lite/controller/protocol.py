@@ -151,18 +151,10 @@ class Failed(msgspec.Struct, tag=str.lower):
 Response = BatchReady | Resync | PushTargets | Done | Facts | Failed
 
 
-class Envelope(msgspec.Struct):
-    """One request on the wire."""
-
-    id: int
-    request: Request
-
-
-class Reply(msgspec.Struct):
-    """The answer to the request with the same `id`."""
-
-    id: int
-    response: Response
+Envelope = tuple[int, Request]
+"""A request on the wire, after its number."""
+Reply = tuple[int, Response]
+"""The answer to the request of that number, without the frames of a batch."""
 
 
 class Address(msgspec.Struct):
@@ -258,13 +250,13 @@ class MessageServer:
         async with asyncio.TaskGroup() as handlers:
             while True:
                 client, *frames = await self._socket.recv_multipart()
-                envelope = self._decode(frames)
-                if envelope is None or await self._is_repeated(client, envelope.id):
+                if not (envelope := self._decode(frames)):
                     continue
-                self._pending.add((client, envelope.id))
-                handlers.create_task(
-                    self._answer(client, envelope), name=f"answer {envelope.request}"
-                )
+                number, request = envelope
+                if not await self._is_repeated(client, number):
+                    self._pending.add((client, number))
+                    answer = self._answer(client, number, request)
+                    handlers.create_task(answer, name=f"answer {request}")
 
     async def _is_repeated(self, client: bytes, number: int) -> bool:
         """Return whether a request came before. If it was answered, send that reply again."""
@@ -285,9 +277,8 @@ class MessageServer:
                 log.warning("dropped malformed message %d: %s: %s", self._malformed, kind, error)
             return None
 
-    async def _answer(self, client: bytes, envelope: Envelope) -> None:
+    async def _answer(self, client: bytes, number: int, request: Request) -> None:
         """Handle one request and send its reply. Raises errors that must end the server."""
-        request, number = envelope.request, envelope.id
         response: Response | None = None
         try:
             response, frames = await self._handler(request)
@@ -314,7 +305,7 @@ class MessageServer:
     async def _send(
         self, client: bytes, number: int, response: Response, frames: Sequence[Any] = ()
     ) -> None:
-        reply = [client, msgspec.msgpack.encode(Reply(number, response)), *frames]
+        reply = [client, msgspec.msgpack.encode((number, response)), *frames]
         self._sent.pop(client, None)
         self._sent[client] = (number, reply)
         if len(self._sent) > _MAX_CLIENTS:  # each evaluation is a client of its own
@@ -447,7 +438,7 @@ class ControllerClient:
     def _call(self, request: Request, *expected: type[R]) -> tuple[R, list[memoryview]]:
         """Send a request and wait for its reply, which is one of the `expected` responses."""
         self._last_id += 1
-        frame = msgspec.msgpack.encode(Envelope(self._last_id, request))
+        frame = msgspec.msgpack.encode((self._last_id, request))
         self._socket.send(frame)
         deadline = time.monotonic() + self._timeout_s
         while (left := deadline - time.monotonic()) > 0:
@@ -464,13 +455,13 @@ class ControllerClient:
                     deadline = time.monotonic() + self._timeout_s
                 continue
             head, *frames = self._socket.recv_multipart(copy=False)
-            reply = msgspec.msgpack.decode(head.buffer, type=Reply)
-            if reply.id != self._last_id:
+            number, response = msgspec.msgpack.decode(head.buffer, type=Reply)
+            if number != self._last_id:
                 continue  # the late reply to a call that timed out
-            if isinstance(reply.response, Failed):
-                raise RuntimeError(reply.response.error)
-            assert isinstance(reply.response, expected), f"{request}: got {reply.response}"
-            return reply.response, [frame.buffer for frame in frames]
+            if isinstance(response, Failed):
+                raise RuntimeError(response.error)
+            assert isinstance(response, expected), f"{request}: got {response}"
+            return response, [frame.buffer for frame in frames]
         raise TimeoutError(
             f"waited {self._timeout_s:.0f} s for {request}: "
             "the controller's log says what it is waiting for"

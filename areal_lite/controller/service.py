@@ -60,7 +60,8 @@ log = logging.getLogger(__name__)
 _MIB_PER_GIB = 1024
 _STATUS_INTERVAL_S = 1.0
 _LOG_EVERY = 10  # statuses
-_REQUEST_COUNTS = ("requests", "aborts", "retries")  # of the fleet
+# Of the fleet; `drained` counts requests that pushes in mode `none` have waited for.
+_REQUEST_COUNTS = ("drained", "requests", "aborts", "retries")
 
 
 @dataclass(slots=True)
@@ -149,8 +150,6 @@ class Controller:
         self.batches = Batches(config, self.dispatcher, self.fleet, self._store, dependencies.clock)
         self.evaluator = Evaluator(config, dependencies, self.fleet, self.batches, self._store)
         self.retention = Retention(config, self._store, self.dispatcher, self.batches)
-        # Requests that were waited for, over all pushes in mode `none`.
-        self.drained = 0
         self._pushing = False
         self._generation: asyncio.Task[None] | None = None
         self._saved_totals: dict[str, int] = {}
@@ -177,7 +176,6 @@ class Controller:
         self.batches.recover(store, step, handover)
         self.evaluator.recover(handover)
         totals = store.totals()
-        self.drained = totals.get("drained", 0)
         self.fleet.counts.update({name: totals.get(name, 0) for name in _REQUEST_COUNTS})
         self._saved_totals = totals
         self._resumes = sum(store.counts().values()) > 0
@@ -245,7 +243,7 @@ class Controller:
             self.fleet.gate.close()
         if is_new and mode == InterruptMode.NONE:
             drained = await self.fleet.gate.drain()
-            self.drained += drained
+            self.fleet.counts["drained"] += drained
         servers = list(router.servers.values()) if is_new else router.stale
         await record_handover(self._store, pushing=1)
         self.fleet.begin_push(version, servers)
@@ -294,7 +292,6 @@ class Controller:
     async def save_totals(self) -> None:
         """Commit the counts that the store cannot make from its rows, if they have changed."""
         totals = {
-            "drained": self.drained,
             **{name: self.fleet.counts[name] for name in _REQUEST_COUNTS},
             **{name: self.dispatcher.counts[name] for name in FAILURE_COUNTS},
         }
@@ -313,7 +310,6 @@ class Controller:
         return {
             "groups": by_state,
             "trajectories_lost": counts["groups"] - sum(by_state.values()) + missing,
-            "drained": self.drained,
             **{name: self.fleet.counts[name] for name in _REQUEST_COUNTS},
             **{name: counts[name] for name in COUNTS},
             "filtered": dict(self.dispatcher.filtered),

@@ -20,7 +20,6 @@ from areal_lite.controller.protocol import (
     Address,
     BeginPush,
     ControllerClient,
-    Envelope,
     Evaluate,
     MessageServer,
     PullBatch,
@@ -30,7 +29,7 @@ from tests.security.mutation import mutated
 from tests.unit.controller.test_messages import handler
 
 HONEST = [
-    msgspec.msgpack.encode(Envelope(number, request))
+    msgspec.msgpack.encode((number, request))
     for number, request in enumerate(
         [PullBatch(1, 0, 2, 3), BeginPush(5), Pushed(5, ["s0", "s1"]), Evaluate(7)], start=100
     )

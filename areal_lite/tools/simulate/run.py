@@ -209,7 +209,6 @@ async def _simulate(config: TrainConfig, work: Workload, ledger: Ledger) -> Outc
         counts={
             **controller.dispatcher.counts,
             "filtered": controller.dispatcher.filtered.total(),
-            "drained": controller.drained,
             **controller.fleet.counts,
         },
     )
