@@ -26,7 +26,7 @@ import numpy as np
 from areal_lite.config import TrainConfig
 from areal_lite.controller.buffer import BatchAssignment, GroupQueue, ReplayBuffer
 from areal_lite.controller.dispatcher import Dispatcher
-from areal_lite.controller.protocol import Answer, BatchReady, PullBatch, Resync
+from areal_lite.controller.protocol import Resync
 from areal_lite.controller.sources import judge_facts, of_source
 from areal_lite.run_dir.store import Store, StoreThread
 from areal_lite.servers.fleet import Fleet
@@ -168,22 +168,24 @@ class Batches:
             used.append((s, batch.group_ids, batch.draws))
         return used
 
-    async def pull(self, request: PullBatch) -> Answer:
-        """Wait for the batch of a step, or for a resync request that this rank has not had yet.
+    async def pull(
+        self, step: int, rank: int, world: int, resyncs: int = 0
+    ) -> tuple[dict[str, Any], Sequence[bytes | memoryview]]:
+        """Return facts about the batch of a step, and the frames of a rank's shard of it.
 
-        Raises ValueError for a step that is over and for another number of ranks.
+        Raises Resync if one is requested that is not among the `resyncs` that the rank has had, and
+        ValueError for a step that is over and for another number of ranks.
         """
-        step, rank, world = request.step, request.rank, request.world
+        asked = f"the batch of step {step} (rank {rank} of {world})"
         if step < self.step:
-            raise ValueError(f"{request} was asked for, but {self.step} steps are complete")
+            raise ValueError(f"{asked} was asked for, but {self.step} steps are complete")
         if not 0 <= rank < world:
-            raise ValueError(f"{request}: the rank must be at least 0 and less than the world size")
+            raise ValueError(f"{asked}: the rank must be at least 0 and less than the world size")
         self.was_asked = True
         if step not in self._assignments:
             self._assignments[step] = asyncio.create_task(self._assign(step, world))
         task = self._assignments[step]
-        if await self.resync_comes_first(request.resyncs, task):
-            return Resync(), ()
+        await self.wait_or_resync(task, resyncs)
         try:
             # Shielded: all ranks await the task, so a rank that goes away must not cancel it.
             batch = await asyncio.shield(task)
@@ -192,16 +194,17 @@ class Batches:
             self._assignments.pop(step, None)
             raise
         if (ranks := len(batch.shards)) != world:
-            raise ValueError(f"{request}, but that batch was assigned to {ranks} ranks already")
-        return BatchReady(batch.info), batch.shards[rank].to_frames()
+            raise ValueError(f"{asked}, but that batch was assigned to {ranks} ranks already")
+        return batch.info, batch.shards[rank].to_frames()
 
-    async def resync_comes_first(self, resyncs: int, task: asyncio.Future[Any]) -> bool:
-        """Wait until `task` is done or a rank that has had `resyncs` must resync; tell which."""
+    async def wait_or_resync(self, task: asyncio.Future[Any], resyncs: int) -> None:
+        """Wait until `task` is done. Raises Resync for a rank that has had `resyncs`, too few."""
         while resyncs >= self._resyncs and not task.done():
             requested = asyncio.ensure_future(self._resync_requested.wait())
             await asyncio.wait({task, requested}, return_when=asyncio.FIRST_COMPLETED)
             requested.cancel()
-        return resyncs < self._resyncs
+        if resyncs < self._resyncs:
+            raise Resync
 
     async def _assign(self, step: int, world: int) -> BatchAssignment:
         """Wait until the batch of `step` is complete, and assign it to `world` ranks."""

@@ -19,7 +19,6 @@ import numpy as np
 from areal_lite.config import TrainConfig
 from areal_lite.config.data import sampling_of_evaluation
 from areal_lite.controller.batches import Batches, Handover, record_handover
-from areal_lite.controller.protocol import Done, Resync
 from areal_lite.controller.sources import Dependencies, Player, Rollout, Source
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, HF_DIR
 from areal_lite.run_dir.store import StoreThread
@@ -250,14 +249,13 @@ class Evaluator:
             "seconds": parts.clock() - started,
         }
 
-    async def await_last(self, resyncs: int) -> Done | Resync:
-        """Wait for the end of the last evaluation, or for a resync that the rank has not had."""
+    async def await_last(self, version: int, resyncs: int) -> None:
+        """Wait for the end of the evaluation of the last version. Raises Resync as `pull`."""
         ended = asyncio.ensure_future(self._last_ended.wait())
         try:
-            must_resync = await self.batches.resync_comes_first(resyncs, ended)
+            await self.batches.wait_or_resync(ended, resyncs)
         finally:
             ended.cancel()
-        return Resync() if must_resync else Done()
 
     async def _check_servers(self, version: int) -> None:
         """After the last step, ask for the weights of servers that return.

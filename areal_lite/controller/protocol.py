@@ -1,22 +1,24 @@
-"""Messages between the trainer's ranks and the controller: msgpack over ZeroMQ, no pickle.
+"""Calls from the trainer's ranks to the controller: msgpack over ZeroMQ, no pickle.
 
-    request                        reply
-    Begin(step)                    Done, from a controller that has the state after `step` steps
-    PullBatch(step, rank, world)   BatchReady, followed by the frames of this rank's TrainBatch; or
-                                   Resync: push version `step` to the stale servers, and ask again
-    StepDone(step)                 Done
-    BeginPush(version)             PushTargets: the servers to push to
-    Pushed(version, failed)        Done
-    Evaluate(version)              Facts: accuracy on held-out problems
-    AwaitEvaluation(version)       Done; or Resync: push `version` and ask again
-    Finish()                       Facts: the run's totals; then the controller exits
+    method                          result
+    begin(step)                     None, from a controller that has the state after `step` steps
+    pull(step, rank, world, n)      facts about the batch, and the frames of this rank's TrainBatch
+    step_done(step)                 None
+    begin_push(version)             PushTargets: the servers to push to
+    pushed(version, failed)         None
+    evaluate(version)               a line of evals.jsonl: accuracy on held-out problems
+    await_evaluation(version, n)    None
+    finish()                        the run's totals; then the controller exits
 
-A request that fails is answered by `Failed`. A request is one frame (`Envelope`). A reply is one
-frame (`Reply`), plus the frames of the batch after a `BatchReady`.
+n counts the `Resync` that the client has had. In place of its result, a method with n may ask for
+another one: push the present version to the stale servers, and call again.
 
-A client repeats a request after a loss of its connection. The server knows it by the client's name
-and the request's number, and answers it once. If the controller is killed, the client waits for the
-next one and asks that (batches.py).
+A call is one frame (`Call`). A reply is one frame (`Reply`), plus the frames of a batch. It has an
+error if the call failed.
+
+A client repeats a call after a loss of its connection. The server knows it by the client's name and
+the call's number, and answers it once. If the controller is killed, the client waits for the next
+one and asks that (batches.py).
 
 Connections are encrypted (CurveZMQ, https://rfc.zeromq.org/spec/26), and only for clients that know
 the controller's random key: libzmq refuses all others before the controller sees a byte. Address
@@ -29,11 +31,10 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 import msgspec
 import psutil
@@ -49,80 +50,41 @@ from areal_lite.system.files import write_atomically
 from areal_lite.system.processes import process_namespace
 from areal_lite.train_batch import TrainBatch
 
+# The types of the arguments of each method, and what its client waits for.
+_METHODS: dict[str, tuple[Any, str]] = {
+    "begin": (tuple[int], "the controller to begin at step {0}"),
+    "pull": (tuple[int, int, int, int], "the batch of step {0} (rank {1} of {2})"),
+    "step_done": (tuple[int], "the controller to record that {0} steps are complete"),
+    "begin_push": (tuple[int], "permission to push version {0}"),
+    "pushed": (tuple[int, list[str]], "the controller to record the push of version {0}"),
+    "evaluate": (tuple[int], "the evaluation at version {0}"),
+    "await_evaluation": (tuple[int, int], "the end of the evaluation at version {0}"),
+    "finish": (tuple[()], "the totals of the run"),
+}
+_EVALUATIONS = ("evaluate", "await_evaluation")
 
-class _Request(msgspec.Struct, frozen=True, tag=str.lower):
-    """A call of ControllerClient. `what` says what the client waits for."""
 
-    what: ClassVar[str]
+class Call(msgspec.Struct, frozen=True):
+    """A call of one of the controller's methods. No other call of its client has the number."""
+
+    number: int
+    method: str
+    arguments: list[Any] = []
 
     def __str__(self) -> str:
-        return self.what.format(self)
+        return _METHODS[self.method][1].format(*self.arguments)
 
 
-class Begin(_Request, frozen=True):
-    """Announce a trainer that starts from the checkpoint of `step`, before its other requests."""
+class Reply(msgspec.Struct):
+    """The answer to the call with the same number: a result, `resync`, or an error."""
 
-    what = "the controller to begin at step {0.step}"
-    step: int
-
-
-class PullBatch(_Request, frozen=True):
-    """Ask for one rank's shard of the batch of `step`, after `resyncs` `Resync` replies."""
-
-    what = "the batch of step {0.step} (rank {0.rank} of {0.world})"
-    step: int
-    rank: int
-    world: int
-    resyncs: int = 0
+    number: int
+    result: Any = None
+    resync: bool = False
+    error: str | None = None
 
 
-class StepDone(_Request, frozen=True):
-    what = "the controller to record that {0.step} steps are complete"
-    step: int
-
-
-class BeginPush(_Request, frozen=True):
-    """Announce a push of `version`. In interrupt mode `none` the reply waits for idle servers."""
-
-    what = "permission to push version {0.version}"
-    version: int
-
-
-class Pushed(_Request, frozen=True):
-    what = "the controller to record the push of version {0.version}"
-    version: int
-    failed: list[str]
-
-
-class Evaluate(_Request, frozen=True):
-    what = "the evaluation at version {0.version}"
-    version: int
-
-
-class AwaitEvaluation(_Request, frozen=True):
-    what = "the end of the evaluation at version {0.version}"
-    version: int
-    resyncs: int = 0
-
-
-class Finish(_Request, frozen=True):
-    what = "the totals of the run"
-
-
-Request = Begin | PullBatch | StepDone | BeginPush | Pushed | Evaluate | AwaitEvaluation | Finish
-
-
-class BatchReady(msgspec.Struct, tag=str.lower):
-    """The batch exists. `info` describes all ranks' shards together, for the metrics."""
-
-    info: dict[str, Any]
-
-
-class Resync(msgspec.Struct, tag=str.lower):
-    """The trainer waits and some servers are stale: push the current version to them first."""
-
-
-class PushTargets(msgspec.Struct, tag=str.lower):
+class PushTargets(msgspec.Struct):
     """The servers to push to, possibly none: servers that start later are resynced then.
 
     `drained` counts the requests in flight that were waited for (interrupt mode `none`).
@@ -132,29 +94,8 @@ class PushTargets(msgspec.Struct, tag=str.lower):
     drained: int = 0
 
 
-class Done(msgspec.Struct, tag=str.lower):
-    """The step or the push is recorded, or the evaluation has ended."""
-
-
-class Facts(msgspec.Struct, tag=str.lower):
-    """A line of evals.jsonl, or the content of controller_totals.json."""
-
-    values: dict[str, Any]
-
-
-class Failed(msgspec.Struct, tag=str.lower):
-    """The request failed; `error` is the message for the trainer."""
-
-    error: str
-
-
-Response = BatchReady | Resync | PushTargets | Done | Facts | Failed
-
-
-Envelope = tuple[int, Request]
-"""A request on the wire, after its number."""
-Reply = tuple[int, Response]
-"""The answer to the request of that number, without the frames of a batch."""
+class Resync(Exception):
+    """The trainer waits and some servers are stale: push the current version to them first."""
 
 
 class Address(msgspec.Struct):
@@ -174,17 +115,12 @@ HEARTBEAT_MS = 30_000  # each side of a connection sends something so often
 
 SILENCE_MS = 120_000  # a peer that is gone without a word is noticed after this time
 
-Answer = tuple[Response, Sequence[bytes | memoryview]]
-"""A response, and the frames of the batch if it is a `BatchReady`."""
-
-R = TypeVar("R", bound=Response)
-
 log = logging.getLogger(__name__)
 
 _LINGER_MS = 5000
 
-_MAX_REQUEST_BYTES = 1 << 20  # a request has less than 1 kB, and replies have no limit
-_MAX_WAITING_REQUESTS = 1000
+_MAX_CALL_BYTES = 1 << 20  # a call has less than 1 kB, and replies have no limit
+_MAX_WAITING_CALLS = 1000
 _MAX_CLIENTS = 4096  # whose newest reply is kept: more than a trainer has ranks
 # A connection without the key ends after this time, so that no client can use up the descriptors.
 _HANDSHAKE_MS = 5000
@@ -197,42 +133,38 @@ class TrainerReplaced(Exception):
 
 
 class MessageServer:
-    """Answers requests by `handler`, many at the same time.
+    """Answers calls by the methods of `controller`, many at the same time.
 
-    * A message that cannot be decoded is dropped. A repeated request is handled once.
+    * A message that cannot be decoded is dropped. A repeated call is handled once.
     * The caller hears of every error at once.
-    * A ValueError or RuntimeError of the handler only fails its request, a StoreError excepted.
-    * TrainerReplaced ends `serve`, like `Finish`. The next controller answers the request.
-    * Any other error also ends `serve`, for example a response that cannot be encoded.
+    * A ValueError or RuntimeError of a method only fails its call, a StoreError excepted.
+    * TrainerReplaced ends `serve`, like `finish`. The next controller answers the call.
+    * Any other error also ends `serve`, for example a result that cannot be encoded.
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        handler: Callable[[Request], Awaitable[Answer]],
-        host: str = "127.0.0.1",
-        takes_over: bool = False,
+        self, run_dir: Path, controller: Any, host: str = "127.0.0.1", takes_over: bool = False
     ):
         """Listen on `host`, and write the address to the run directory."""
-        self._handler = handler
+        self._controller = controller
         self._malformed = 0
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         key, self._socket.curve_secretkey = zmq.curve_keypair()
         self._socket.curve_server = True
-        self._socket.maxmsgsize = _MAX_REQUEST_BYTES
-        self._socket.rcvhwm = _MAX_WAITING_REQUESTS
+        self._socket.maxmsgsize = _MAX_CALL_BYTES
+        self._socket.rcvhwm = _MAX_WAITING_CALLS
         self._socket.handshake_ivl = _HANDSHAKE_MS
         self._socket.heartbeat_ivl = HEARTBEAT_MS
         self._socket.heartbeat_timeout = SILENCE_MS
         # A client that connects again, under its name, takes over from its lost connection.
         self._socket.router_handover = True
-        # (client, request id) of the requests without a reply
+        # (client, number) of the calls without a reply
         self._pending: set[tuple[bytes, int]] = set()
-        # The newest reply to each client, with the id of its request. A batch in it is one that
+        # The newest reply to each client, with the number of its call. A batch in it is one that
         # the controller keeps anyway.
         self._sent: dict[bytes, tuple[int, list[Any]]] = {}
-        # Set once `Finish` was answered, or the trainer was replaced.
+        # Set once `finish` was answered, or the trainer was replaced.
         self.finished = asyncio.Event()
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self._file = run_dir / CONTROLLER_FILE
@@ -246,30 +178,30 @@ class MessageServer:
         write_atomically(self._file, msgspec.json.encode(address), private=True)
 
     async def serve(self) -> None:
-        """Receive requests and start a task for each. Runs until cancelled."""
+        """Receive calls and start a task for each. Runs until cancelled."""
         async with asyncio.TaskGroup() as handlers:
             while True:
                 client, *frames = await self._socket.recv_multipart()
-                if not (envelope := self._decode(frames)):
+                call = self._decode(frames)
+                if call is None or await self._is_repeated(client, call.number):
                     continue
-                number, request = envelope
-                if not await self._is_repeated(client, number):
-                    self._pending.add((client, number))
-                    answer = self._answer(client, number, request)
-                    handlers.create_task(answer, name=f"answer {request}")
+                self._pending.add((client, call.number))
+                handlers.create_task(self._answer(client, call), name=f"answer {call}")
 
     async def _is_repeated(self, client: bytes, number: int) -> bool:
-        """Return whether a request came before. If it was answered, send that reply again."""
+        """Return whether a call came before. If it was answered, send that reply again."""
         newest, reply = self._sent.get(client, (0, []))
         if number == newest:
             await self._socket.send_multipart(reply, copy=False)
         return number <= newest or (client, number) in self._pending
 
-    def _decode(self, frames: list[bytes]) -> Envelope | None:
-        """Return the request in `frames`; None if they hold none, which is counted and logged."""
+    def _decode(self, frames: list[bytes]) -> Call | None:
+        """Return the call in `frames`; None if they hold none, which is counted and logged."""
         try:
             (raw,) = frames
-            return msgspec.msgpack.decode(raw, type=Envelope)
+            call = msgspec.msgpack.decode(raw, type=Call)
+            msgspec.convert(call.arguments, _METHODS[call.method][0])
+            return call
         except Exception as error:  # decoders raise more than ValueError, such as RecursionError
             self._malformed += 1
             if self._malformed == 1 or self._malformed % _LOG_EVERY == 0:
@@ -277,46 +209,54 @@ class MessageServer:
                 log.warning("dropped malformed message %d: %s: %s", self._malformed, kind, error)
             return None
 
-    async def _answer(self, client: bytes, number: int, request: Request) -> None:
-        """Handle one request and send its reply. Raises errors that must end the server."""
-        response: Response | None = None
+    async def _answer(self, client: bytes, call: Call) -> None:
+        """Handle one call and send its reply. Raises errors that must end the server."""
+        has_result = False
         try:
-            response, frames = await self._handler(request)
-            await self._send(client, number, response, frames)  # may raise before it sends anything
+            reply, frames = await self._handled(call)
+            has_result = True
+            await self._send(client, reply, frames)  # may raise before it sends anything
         except TrainerReplaced:
             self.finished.set()
             return
         except Exception as error:
-            refuses = response is None and isinstance(error, ValueError | RuntimeError)
+            refuses = not has_result and isinstance(error, ValueError | RuntimeError)
             if refuses:
                 text = str(error)
             else:
-                asked = f"asked for {request}, the controller failed"
-                what = f"the controller cannot send {request}" if response else asked
+                asked = f"asked for {call}, the controller failed"
+                what = f"the controller cannot send {call}" if has_result else asked
                 text = f"{what}: {type(error).__name__}: {error}"
-            self._pending.discard((client, number))
-            await self._send(client, number, Failed(text))
+            self._pending.discard((client, call.number))
+            await self._send(client, Reply(call.number, error=text))
             if not refuses or isinstance(error, StoreError):
                 raise
-        self._pending.discard((client, number))
-        if response is not None and isinstance(request, Finish):
+        self._pending.discard((client, call.number))
+        if has_result and call.method == "finish":
             self.finished.set()
 
-    async def _send(
-        self, client: bytes, number: int, response: Response, frames: Sequence[Any] = ()
-    ) -> None:
-        reply = [client, msgspec.msgpack.encode((number, response)), *frames]
+    async def _handled(self, call: Call) -> tuple[Reply, Sequence[Any]]:
+        """Call a method of the controller. Return the reply, and the frames of a batch."""
+        try:
+            result = await getattr(self._controller, call.method)(*call.arguments)
+        except Resync:
+            return Reply(call.number, resync=True), ()
+        result, frames = result if isinstance(result, tuple) else (result, ())
+        return Reply(call.number, result), frames
+
+    async def _send(self, client: bytes, reply: Reply, frames: Sequence[Any] = ()) -> None:
+        message = [client, msgspec.msgpack.encode(reply), *frames]
         self._sent.pop(client, None)
-        self._sent[client] = (number, reply)
+        self._sent[client] = (reply.number, message)
         if len(self._sent) > _MAX_CLIENTS:  # each evaluation is a client of its own
             del self._sent[next(iter(self._sent))]
-        await self._socket.send_multipart(reply, copy=False)
+        await self._socket.send_multipart(message, copy=False)
 
     async def close(self, error: str = "") -> None:
-        """Answer every open request with `error`, if any, and deliver the replies within 5 s."""
+        """Answer every open call with `error`, if any, and deliver the replies within 5 s."""
         self._file.unlink(missing_ok=True)
         for client, number in self._pending if error else ():
-            await self._send(client, number, Failed(error))
+            await self._send(client, Reply(number, error=error))
         self._socket.close(linger=_LINGER_MS)
         await asyncio.get_running_loop().run_in_executor(None, self._context.term)
 
@@ -340,7 +280,7 @@ class ControllerClient:
 
     * Every call raises RuntimeError with the controller's error message, or if no other controller
       takes the place of a killed one within ten minutes.
-    * After `timeout_s` seconds it raises TimeoutError, which names the request. An evaluation may
+    * After `timeout_s` seconds it raises TimeoutError, which names the call. An evaluation may
       take any time while the controller is there: each of its episodes has a limit.
     """
 
@@ -360,7 +300,7 @@ class ControllerClient:
         # By this name the controller knows the client after a loss of the connection. libzmq keeps
         # names that begin with a zero for itself.
         self._socket.routing_id = b"c" + secrets.token_bytes(16)
-        # An unread request must not keep this process from exiting.
+        # An unread call must not keep this process from exiting.
         self._socket.linger = 0
         self._socket.heartbeat_ivl = HEARTBEAT_MS
         self._socket.heartbeat_timeout = SILENCE_MS
@@ -389,81 +329,85 @@ class ControllerClient:
         `step` to the stale servers. It is called while there is no batch and servers started late
         or came back: on every rank equally often, and in the same order relative to the batches.
         """
-        ask = partial(PullBatch, step, rank, world)
-        response, frames = self._call_with_resyncs(ask, BatchReady, resync)
-        return TrainBatch.from_frames(frames), response.info
+        asked = "pull", step, rank, world
+        info, frames = self._call_with_resyncs(resync, dict[str, Any], *asked)
+        return TrainBatch.from_frames(frames), info
 
     def begin(self, step: int) -> None:
         """Wait for a controller for a trainer that starts from `step`. Rank 0 alone calls it."""
-        self._call(Begin(step), Done)
+        self._call(None, "begin", step)
 
     def step_done(self, step: int) -> None:
         """Report that `step` steps are complete and that no push follows the last one."""
-        self._call(StepDone(step), Done)
+        self._call(None, "step_done", step)
 
     def begin_push(self, version: int) -> PushTargets:
         """Announce a push of `version` and return the servers to push to."""
-        return self._call(BeginPush(version), PushTargets)[0]
+        return self._call(PushTargets, "begin_push", version)[0]
 
     def pushed(self, version: int, failed: Sequence[str] = ()) -> None:
         """Report that every target of the push except `failed` now serves `version`."""
-        self._call(Pushed(version, list(failed)), Done)
+        self._call(None, "pushed", version, list(failed))
 
     def evaluate(self, version: int) -> dict[str, Any]:
         """Evaluate the held-out problems and return one line of evals.jsonl."""
-        return self._call(Evaluate(version), Facts)[0].values
+        return self._call(dict[str, Any], "evaluate", version)[0]
 
     def await_evaluation(self, version: int, resync: Callable[[], object]) -> None:
         """Wait until the evaluation of the last version has ended. Every rank calls it.
 
         `resync` is as in `batch`.
         """
-        self._call_with_resyncs(partial(AwaitEvaluation, version), Done, resync)
+        self._call_with_resyncs(resync, None, "await_evaluation", version)
 
     def finish(self) -> dict[str, Any]:
         """End the run and return its totals. The controller exits afterwards."""
-        return self._call(Finish(), Facts)[0].values
+        return self._call(dict[str, Any], "finish")[0]
 
     def _call_with_resyncs(
-        self, ask: Callable[[int], Request], expected: type[R], resync: Callable[[], object]
-    ) -> tuple[R, list[memoryview]]:
+        self, resync: Callable[[], object], kind: Any, method: str, *arguments: int
+    ) -> tuple[Any, list[memoryview]]:
         """Call `resync` as often as the controller asks for it instead of answering."""
         while True:
-            response, frames = self._call(ask(self._resyncs), expected, Resync)
-            if not isinstance(response, Resync):
-                return response, frames
+            with suppress(Resync):
+                return self._call(kind, method, *arguments, self._resyncs)
             self._resyncs += 1
             resync()
 
-    def _call(self, request: Request, *expected: type[R]) -> tuple[R, list[memoryview]]:
-        """Send a request and wait for its reply, which is one of the `expected` responses."""
+    def _call(self, kind: Any, method: str, *arguments: Any) -> tuple[Any, list[memoryview]]:
+        """Call a method, and return its result, which is of the type `kind`, and its frames.
+
+        Raises Resync.
+        """
         self._last_id += 1
-        frame = msgspec.msgpack.encode((self._last_id, request))
+        call = Call(self._last_id, method, list(arguments))
+        frame = msgspec.msgpack.encode(call)
         self._socket.send(frame)
         deadline = time.monotonic() + self._timeout_s
         while (left := deadline - time.monotonic()) > 0:
             if not self._socket.poll(1 + int(1000 * min(left, _POLL_S))):
                 heartbeat.beat()  # the wait has a limit of its own
-                if successor := self._successor(request):
+                if successor := self._successor(call):
                     self._disconnect()
                     self._connect(successor)
                     self._socket.send(frame)
                 elif self._was_reconnected():
                     log.warning("the connection to the controller was lost: asking again")
                     self._socket.send(frame)
-                if self._connected and isinstance(request, Evaluate | AwaitEvaluation):
+                if self._connected and method in _EVALUATIONS:
                     deadline = time.monotonic() + self._timeout_s
                 continue
             head, *frames = self._socket.recv_multipart(copy=False)
-            number, response = msgspec.msgpack.decode(head.buffer, type=Reply)
-            if number != self._last_id:
+            reply = msgspec.msgpack.decode(head.buffer, type=Reply)
+            if reply.number != call.number:
                 continue  # the late reply to a call that timed out
-            if isinstance(response, Failed):
-                raise RuntimeError(response.error)
-            assert isinstance(response, expected), f"{request}: got {response}"
-            return response, [frame.buffer for frame in frames]
+            if reply.error is not None:
+                raise RuntimeError(reply.error)
+            if reply.resync:
+                raise Resync
+            return msgspec.convert(reply.result, kind), [frame.buffer for frame in frames]
         raise TimeoutError(
-            f"waited {self._timeout_s:.0f} s for {request}: "
+            f"waited {self._timeout_s:.0f} s for {call}: "
             "the controller's log says what it is waiting for"
         )
 
@@ -477,7 +421,7 @@ class ControllerClient:
                 again, self._was_connected = again or self._was_connected, True
         return again
 
-    def _successor(self, request: Request) -> Address | None:
+    def _successor(self, call: Call) -> Address | None:
         """Return the address of the controller that took the place of this one, if there is one.
 
         Raises RuntimeError if it answers another trainer.
@@ -486,17 +430,17 @@ class ControllerClient:
         with suppress(FileNotFoundError):
             address = msgspec.json.decode(self._file.read_bytes(), type=Address)
         if address is None or address.key == self._address.key:
-            self._check_alive(request)
+            self._check_alive(call)
             return None
-        if not address.takes_over and not isinstance(request, Begin):
+        if not address.takes_over and call.method != "begin":
             raise RuntimeError(
-                f"the controller was started anew while the trainer waited for {request}: start "
+                f"the controller was started anew while the trainer waited for {call}: start "
                 "the trainer again, too"
             )
-        log.warning("another controller took over: asking it for %s", request)
+        log.warning("another controller took over: asking it for %s", call)
         return address
 
-    def _check_alive(self, request: Request) -> None:
+    def _check_alive(self, call: Call) -> None:
         """Raise RuntimeError if the controller's process died ten minutes ago."""
         now, pid = time.monotonic(), self._address.pid
         if self._address.namespace != process_namespace() or psutil.pid_exists(pid):
@@ -506,7 +450,7 @@ class ControllerClient:
             log.warning("the controller (process %d) died: waiting for another one", pid)
         if now - self._died_at >= _SUCCESSOR_S:
             raise RuntimeError(
-                f"the controller (process {pid}) died while the trainer waited for {request}, and "
+                f"the controller (process {pid}) died while the trainer waited for {call}, and "
                 "none took its place: see its log"
             )
 

@@ -10,7 +10,7 @@
 * An error in any part ends the process, and every open request gets its message.
 
 `python -m areal_lite.controller.service RUN_DIR` reads `<run_dir>/config.yaml`, finds the servers
-by their announcements in the run directory, and answers the trainer (protocol.py) until `Finish`,
+by their announcements in the run directory, and answers the trainer (protocol.py) until `finish`,
 an error or SIGTERM, which is then its exit status.
 
 Trainer and controller can each be started again alone. A controller that finds `trainer.json`
@@ -117,7 +117,10 @@ class Retention:
 
 
 class Controller:
-    """Answers the trainer's requests, and runs the dispatcher and the fleet."""
+    """Runs the dispatcher and the fleet. The trainer calls its methods (protocol.py).
+
+    They raise ValueError or RuntimeError to refuse a call.
+    """
 
     def __init__(
         self,
@@ -149,6 +152,8 @@ class Controller:
         )
         self.batches = Batches(config, self.dispatcher, self.fleet, self._store, dependencies.clock)
         self.evaluator = Evaluator(config, dependencies, self.fleet, self.batches, self._store)
+        self.pull = self.batches.pull
+        self.evaluate, self.await_evaluation = self.evaluator.evaluate, self.evaluator.await_last
         self.retention = Retention(config, self._store, self.dispatcher, self.batches)
         self._pushing = False
         self._generation: asyncio.Task[None] | None = None
@@ -190,30 +195,7 @@ class Controller:
             tasks.create_task(self.batches.lag.watch())
             tasks.create_task(self.retention.run())
 
-    async def handle(self, request: protocol.Request) -> protocol.Answer:
-        """Answer one request of a trainer rank. Raises ValueError or RuntimeError to refuse it."""
-        match request:
-            case protocol.Begin(step):
-                self._begin(step)
-                return protocol.Done(), ()
-            case protocol.PullBatch():
-                return await self.batches.pull(request)
-            case protocol.StepDone(step):
-                await self._record_step(step)
-                return protocol.Done(), ()
-            case protocol.BeginPush(version):
-                return await self._begin_push(version), ()
-            case protocol.Pushed(version, failed):
-                await self._record_push(version, failed)
-                return protocol.Done(), ()
-            case protocol.Evaluate(version):
-                return protocol.Facts(await self.evaluator.evaluate(version)), ()
-            case protocol.AwaitEvaluation(_, resyncs):
-                return await self.evaluator.await_last(resyncs), ()
-            case protocol.Finish():
-                return protocol.Facts(await self._finish()), ()
-
-    def _begin(self, step: int) -> None:
+    async def begin(self, step: int) -> None:
         """Answer the trainer that begins at `step` from now on, and no other."""
         trainer = Path(self.config.run_dir) / TRAINER_FILE
         if self._trainer_runs:
@@ -229,7 +211,7 @@ class Controller:
         write_json(trainer, {"step": step})
         self._trainer_runs = True
 
-    async def _begin_push(self, version: int) -> protocol.PushTargets:
+    async def begin_push(self, version: int) -> protocol.PushTargets:
         """Start a push.
 
         A new version goes to every server. The version of the last push goes to stale servers only,
@@ -250,7 +232,7 @@ class Controller:
         self._pushing = True
         return protocol.PushTargets(servers, drained)
 
-    async def _record_push(self, version: int, failed: list[str]) -> None:
+    async def pushed(self, version: int, failed: list[str]) -> None:
         """End a push and open admission for `version`.
 
         If an earlier controller has recorded the end, and was killed before its reply, nothing is
@@ -270,7 +252,7 @@ class Controller:
         await self._complete(version)
         await record_handover(self._store, pushing=0, version=version)
 
-    async def _record_step(self, step: int) -> None:
+    async def step_done(self, step: int) -> None:
         """Record that `step` steps are complete, perhaps again after a takeover."""
         if step < self.batches.step:
             raise ValueError(
@@ -299,7 +281,8 @@ class Controller:
             self._saved_totals = totals
             await self._store.submit(Store.set_totals, totals)
 
-    async def _finish(self) -> dict[str, Any]:
+    async def finish(self) -> dict[str, Any]:
+        """End all requests, and return the run's totals."""
         if self._generation is not None:
             self._generation.cancel()
         await self.fleet.abort_all()
@@ -374,7 +357,7 @@ def status_line(status: ControllerStatus) -> str:
 
 
 async def serve(run_dir: Path) -> bool:
-    """Run the controller until `Finish`, or until another trainer begins: then return True.
+    """Run the controller until `finish`, or until another trainer begins: then return True.
 
     SIGTERM cancels it. Raises the error of any part.
     """
@@ -397,7 +380,7 @@ async def serve(run_dir: Path) -> bool:
         announced, replace = partial(announced_servers, run_dir), partial(mark_unhealthy, run_dir)
         controller = Controller(config, dependencies, client, announced, replace)
         host = listen_address(NODE) if config.server.host == NODE else LOOPBACK[0]
-        server = protocol.MessageServer(run_dir, controller.handle, host, trainer_runs)
+        server = protocol.MessageServer(run_dir, controller, host, trainer_runs)
         if task := asyncio.current_task():
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         last_words = ""  # after SIGTERM a successor answers what is open
@@ -456,7 +439,7 @@ def main() -> int:
             while uvloop.run(serve(run_dir)):
                 pass
             return
-        # It stopped in good order, but before the trainer's `Finish`: status 0 would be a success.
+        # It stopped in good order, but before the trainer's `finish`: status 0 would be a success.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTERM)
 

@@ -12,8 +12,9 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from areal_lite.config import TrainConfig, load_config, save_config, stored_settings, value_of
 from areal_lite.controller import protocol
@@ -130,7 +131,7 @@ def run(
 
 
 class StoredRunController:
-    """Answers a trainer as the controller would."""
+    """Has the methods of the controller that a trainer calls, besides evaluations."""
 
     def __init__(self, config: TrainConfig):
         self._config = config
@@ -143,26 +144,34 @@ class StoredRunController:
         self._step = -1
         self._assignment: BatchAssignment | None = None
 
-    async def handle(self, request: protocol.Request) -> protocol.Answer:
-        """Answer one request. Raises ValueError for a batch that the run does not have."""
-        match request:
-            case protocol.PullBatch(step, rank, world):
-                assignment = self._assign(step, world)
-                info = {
-                    **batch_stats(assignment.groups, step, self._max_staleness),
-                    **source_stats(assignment.groups, self._source_names),
-                    "masked_tokens": assignment.masked_tokens,
-                }
-                return protocol.BatchReady(info), assignment.shards[rank].to_frames()
-            case protocol.BeginPush():
-                return protocol.PushTargets([]), ()
-            case protocol.Begin() | protocol.StepDone() | protocol.Pushed():
-                return protocol.Done(), ()
-            case protocol.Finish():
-                lost = self._store.missing_trajectories()
-                totals = {"groups": self._store.counts(), "trajectories_lost": lost, "drained": 0}
-                return protocol.Facts(totals), ()
-        raise ValueError(f"{request} needs servers, and a stored run has none")
+    async def pull(
+        self, step: int, rank: int, world: int, resyncs: int
+    ) -> tuple[dict[str, Any], Sequence[bytes | memoryview]]:
+        """Return as the controller does. Raises ValueError for a batch that the run lacks."""
+        assignment = self._assign(step, world)
+        info = {
+            **batch_stats(assignment.groups, step, self._max_staleness),
+            **source_stats(assignment.groups, self._source_names),
+            "masked_tokens": assignment.masked_tokens,
+        }
+        return info, assignment.shards[rank].to_frames()
+
+    async def begin_push(self, version: int) -> protocol.PushTargets:
+        return protocol.PushTargets([])
+
+    async def begin(self, step: int) -> None:
+        pass
+
+    async def step_done(self, step: int) -> None:
+        pass
+
+    async def pushed(self, version: int, failed: list[str]) -> None:
+        pass
+
+    async def finish(self) -> dict[str, Any]:
+        """Return the totals of the stored run."""
+        lost = self._store.missing_trajectories()
+        return {"groups": self._store.counts(), "trajectories_lost": lost, "drained": 0}
 
     def _assign(self, step: int, world: int) -> BatchAssignment:
         if self._assignment is None or step != self._step:
@@ -195,8 +204,8 @@ class StoredRunController:
 
 
 async def serve(run_dir: Path) -> None:
-    """Answer the trainer until `Finish` or SIGTERM. Raises the error of any part."""
-    server = protocol.MessageServer(run_dir, StoredRunController(load_config(run_dir)).handle)
+    """Answer the trainer until `finish` or SIGTERM. Raises the error of any part."""
+    server = protocol.MessageServer(run_dir, StoredRunController(load_config(run_dir)))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.finished.set)
     try:
         await protocol.run_until(server.finished, server.serve())

@@ -18,39 +18,45 @@ import zmq.asyncio
 
 from areal_lite.controller.protocol import (
     Address,
-    BeginPush,
+    Call,
     ControllerClient,
-    Evaluate,
     MessageServer,
-    PullBatch,
-    Pushed,
 )
 from tests.security.mutation import mutated
-from tests.unit.controller.test_messages import handler
+from tests.unit.controller.test_messages import Answers
 
+CALLS = {
+    "pull": [1, 0, 2, 3],
+    "begin_push": [5],
+    "pushed": [5, ["s0", "s1"]],
+    "evaluate": [7],
+}
 HONEST = [
-    msgspec.msgpack.encode((number, request))
-    for number, request in enumerate(
-        [PullBatch(1, 0, 2, 3), BeginPush(5), Pushed(5, ["s0", "s1"]), Evaluate(7)], start=100
-    )
+    msgspec.msgpack.encode(Call(number, method, arguments))
+    for number, (method, arguments) in enumerate(CALLS.items(), start=100)
 ]
 # Lists and objects that claim to be large, deep lists, halves of numbers and texts.
 WORDS = [b"\x91" * 2000, b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"]
 WORDS += [b"\xc1", b"\xc0", b"\xcf" + b"\xff" * 8, b"\xd3\x80" + bytes(7), b"\xcb\x7f\xf8", b"\x80"]
 
 
-async def obedient(request) -> tuple:
-    """Answer at once: what a mutated request asks for does not matter here."""
-    if isinstance(request, Evaluate):
-        return await handler(request)
-    raise ValueError("no")
+class Obedient(Answers):
+    """Answers at once: what a mutated call asks for does not matter here."""
+
+    async def pull(self, *arguments) -> tuple:
+        raise ValueError("no")
+
+    async def begin_push(self, version: int) -> None:
+        raise ValueError("no")
+
+    begin = step_done = await_evaluation = finish = begin_push
 
 
 def fuzz(run_dir: Path, cases: int, seed: int) -> None:
     rng = random.Random(seed)
 
     async def main() -> None:
-        server = MessageServer(run_dir, obedient)
+        server = MessageServer(run_dir, Obedient())
         serving = asyncio.create_task(server.serve())
         address = msgspec.json.decode((run_dir / "controller.json").read_bytes(), type=Address)
         context = zmq.asyncio.Context()
@@ -93,7 +99,7 @@ def test_mutated_handshakes(tmp_path) -> None:
     rng = random.Random(2)
 
     async def main() -> None:
-        server = MessageServer(tmp_path, obedient)
+        server = MessageServer(tmp_path, Obedient())
         serving = asyncio.create_task(server.serve())
         url = msgspec.json.decode((tmp_path / "controller.json").read_bytes(), type=Address).url
         host, _, port = url.removeprefix("tcp://").rpartition(":")

@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from areal_lite.config import TrainConfig
-from areal_lite.controller import protocol
+from areal_lite.controller.protocol import Resync
 from areal_lite.controller.service import Controller
 from areal_lite.controller.sources import Dependencies, Source
 from areal_lite.data.tokenizer import Tokenizer
@@ -110,27 +110,23 @@ class SimulatedTrainer:
         world = self.config.trainer.data_parallel
         shards, info = [], {}
         while len(shards) < world:
-            request = protocol.PullBatch(step, len(shards), world, self._resyncs)
-            response, frames = await self.controller.handle(request)
-            if isinstance(response, protocol.Resync):
+            try:
+                info, frames = await self.controller.pull(step, len(shards), world, self._resyncs)
+                shards.append(TrainBatch.from_frames(frames))
+            except Resync:
                 self._resyncs += 1
                 await self._push(step)
-                continue
-            assert isinstance(response, protocol.BatchReady)
-            shards.append(TrainBatch.from_frames(frames))
-            info = response.info
         return shards, info
 
     async def _push_if_due(self, done: int) -> None:
         if is_pushed(self.config, done):
             await self._push(done)
         else:
-            await self._handle(protocol.StepDone(done))
+            await self.controller.step_done(done)
 
     async def _push(self, version: int) -> None:
         """Push the weights of `version` to the servers that the controller names."""
-        targets = await self._handle(protocol.BeginPush(version))
-        assert isinstance(targets, protocol.PushTargets)
+        targets = await self.controller.begin_push(version)
         await asyncio.sleep(self.speed.prepare_s)
         mode = self.config.rollout.interrupt
         self.servers.pause(
@@ -138,10 +134,7 @@ class SimulatedTrainer:
         )
         await asyncio.sleep(self.speed.pause_s)
         failed = self.servers.resume(targets.servers, version)
-        await self._handle(protocol.Pushed(version, failed))
-
-    async def _handle(self, request: protocol.Request) -> Any:
-        return (await self.controller.handle(request))[0]
+        await self.controller.pushed(version, failed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from areal_lite.config import TrainConfig
 from areal_lite.controller import buffer as queue
-from areal_lite.controller.protocol import BatchReady, PullBatch, Resync, StepDone
+from areal_lite.controller.protocol import Resync
 from areal_lite.controller.service import Controller
 from areal_lite.controller.sources import Dependencies
 from areal_lite.servers.registry import UNTRUSTED, ServerInfo
@@ -49,9 +50,9 @@ def controller_with(*running: int, clock, store=None) -> Controller:
     return controller
 
 
-async def pull_while(controller: Controller, event) -> BatchReady:
-    """Pull the first batch, which is not assigned until `event()` happens; return the reply."""
-    reply = asyncio.ensure_future(controller.handle(PullBatch(0, 0, 1)))
+async def pull_while(controller: Controller, event) -> dict:
+    """Pull the first batch, which is not assigned until `event()` happens; return the facts."""
+    reply = asyncio.ensure_future(controller.pull(0, 0, 1))
     for _ in range(10):
         await asyncio.sleep(0)
     assert not reply.done()
@@ -62,7 +63,7 @@ async def pull_while(controller: Controller, event) -> BatchReady:
 def test_a_whole_batch_waits_for_a_straggler_and_reports_for_how_long() -> None:
     times = iter([100.0, 103.0, 107.5])
 
-    async def run() -> BatchReady:
+    async def run() -> dict:
         controller = controller_with(0, 3, clock=lambda: next(times))
         for group_id in (1, 2):
             controller.batches.put(group(group_id, [0]))
@@ -73,26 +74,26 @@ def test_a_whole_batch_waits_for_a_straggler_and_reports_for_how_long() -> None:
 
         return await pull_while(controller, finish)
 
-    info = asyncio.run(run()).info
+    info = asyncio.run(run())
     assert (info["straggler_wait_s"], info["wait_s"], info["passed_groups"]) == (4.5, 7.5, 0)
 
 
 def test_a_straggler_that_is_filtered_lets_the_batch_go() -> None:
     """No group is delivered then, so nothing else would wake the trainer's request."""
 
-    async def run() -> BatchReady:
+    async def run() -> dict:
         controller = controller_with(0, 3, clock=lambda: 0.0)
         for group_id in (1, 2):
             controller.batches.put(group(group_id, [0]))
         return await pull_while(controller, lambda: controller.dispatcher._reject(0))
 
-    assert asyncio.run(run()).info["queue_depth"] == 0
+    assert asyncio.run(run())["queue_depth"] == 0
 
 
 def test_the_first_step_of_a_resumed_run_waits_for_a_server_that_was_taken_over() -> None:
     """The evaluation before it needs one, and the next push comes after the step."""
 
-    async def run() -> BatchReady:
+    async def run() -> dict:
         controller = controller_with(clock=lambda: 0.0)
         server = ServerInfo(name="a", url="http://a:1", api_key=None, tensor_parallel=1, pid=1)
         fleet = controller.fleet
@@ -101,20 +102,21 @@ def test_the_first_step_of_a_resumed_run_waits_for_a_server_that_was_taken_over(
         fleet.router.record_version(server, UNTRUSTED)
         for group_id in (0, 1):
             controller.batches.put(group(group_id, [0]))
-        assert isinstance((await controller.handle(PullBatch(0, 0, 1)))[0], Resync)
+        with pytest.raises(Resync):
+            await controller.pull(0, 0, 1)
 
         def resync() -> None:
             fleet.begin_push(0, [server])
             fleet.finish_push(0, [])
             controller.batches.notify()
 
-        reply = asyncio.ensure_future(controller.handle(PullBatch(0, 0, 1, resyncs=1)))
+        reply = asyncio.ensure_future(controller.pull(0, 0, 1, resyncs=1))
         await asyncio.sleep(0)
         assert not reply.done()
         resync()
         return (await asyncio.wait_for(reply, 5))[0]
 
-    assert isinstance(asyncio.run(run()), BatchReady)
+    assert asyncio.run(run())["trajectories"] == 2
 
 
 def test_the_end_of_a_step_is_on_disk_before_the_trainer_goes_on() -> None:
@@ -126,10 +128,10 @@ def test_the_end_of_a_step_is_on_disk_before_the_trainer_goes_on() -> None:
             controller.dispatcher.admission.on_admitted()
             controller.dispatcher.admission.on_accepted()
             controller.batches.put(group(group_id, [0]))
-        await controller.handle(PullBatch(0, 0, 1))
+        await controller.pull(0, 0, 1)
         assert store.calls == [("assign", ([0, 1], 0), False)]
         store.calls.clear()
-        await controller.handle(StepDone(1))
+        await controller.step_done(1)
 
     asyncio.run(run())
     assert ("use", ([0, 1], 0, []), True) in store.calls
@@ -152,7 +154,7 @@ def test_routes_are_joined_while_the_event_loop_goes_on(monkeypatch) -> None:
         controller.config.algo.routing_replay = True
         for group_id in (0, 1):
             controller.batches.put(routed(group_id))
-        reply = asyncio.ensure_future(controller.handle(PullBatch(0, 0, 1)))
+        reply = asyncio.ensure_future(controller.pull(0, 0, 1))
         while not begun.is_set():
             await asyncio.sleep(0)
         others_ran.set()

@@ -21,15 +21,8 @@ import zmq
 from areal_lite.controller import protocol
 from areal_lite.controller.protocol import (
     Address,
-    BatchReady,
-    BeginPush,
     ControllerClient,
-    Evaluate,
-    Facts,
-    Finish,
     MessageServer,
-    PullBatch,
-    Pushed,
     PushTargets,
     Resync,
 )
@@ -63,43 +56,54 @@ def a_batch(rank: int) -> TrainBatch:
     )
 
 
-async def handler(request):
-    match request:
-        case PullBatch(step=9):
-            await asyncio.Event().wait()
-        case PullBatch(step=8):
-            raise ValueError("no such step")
-        case PullBatch(step=6):
-            return BatchReady({"reward_mean": np.float32(0.5)}), a_batch(0).to_frames()
-        case PullBatch(step=5):
-            return BatchReady({}), [object()]
-        case PullBatch(step=4, rank=9):
-            raise KeyError("a bug")
-        case PullBatch(step=7):
-            await asyncio.sleep(0.3)
-            return BatchReady({"step": 7}), a_batch(0).to_frames()
-        case PullBatch(step=3, resyncs=resyncs) if resyncs < 2:
-            return Resync(), ()
-        case PullBatch(step, rank, _):
-            return BatchReady({"step": step, "reward_mean": 0.5}), a_batch(rank).to_frames()
-        case BeginPush(version):
-            return PushTargets([SERVER], version), ()
-        case Pushed(version, failed):
-            raise RuntimeError(f"{version} {failed}")
-        case Evaluate(version):
-            return Facts({"greedy": 0.25, "versions": [version]}), ()
-        case Finish():
-            return Facts({"groups": {"used": 3}}), ()
+class Answers:
+    """Stands in for a controller. `handled` has the calls of methods."""
+
+    def __init__(self) -> None:
+        self.handled: list[tuple] = []
+
+    async def pull(self, step: int, rank: int, world: int, resyncs: int) -> tuple:
+        self.handled.append(("pull", step, rank, world))
+        match step:
+            case 9:
+                await asyncio.Event().wait()
+            case 8:
+                raise ValueError("no such step")
+            case 6:
+                return {"reward_mean": np.float32(0.5)}, a_batch(0).to_frames()
+            case 5:
+                return {}, [object()]
+            case 4 if rank == 9:
+                raise KeyError("a bug")
+            case 7:
+                await asyncio.sleep(0.3)
+                return {"step": 7}, a_batch(0).to_frames()
+            case 3 if resyncs < 2:
+                raise Resync
+        return {"step": step, "reward_mean": 0.5}, a_batch(rank).to_frames()
+
+    async def begin_push(self, version: int) -> PushTargets:
+        return PushTargets([SERVER], version)
+
+    async def pushed(self, version: int, failed: list[str]) -> None:
+        raise RuntimeError(f"{version} {failed}")
+
+    async def evaluate(self, version: int) -> dict:
+        self.handled.append(("evaluate", version))
+        return {"greedy": 0.25, "versions": [version]}
+
+    async def finish(self) -> dict:
+        return {"groups": {"used": 3}}
 
 
 @pytest.fixture
-def handled() -> list:
-    """The requests that `wire` has handled."""
-    return []
+def answers() -> Answers:
+    """Answers the calls that come over `wire`."""
+    return Answers()
 
 
 @pytest.fixture
-def wire(tmp_path, handled):
+def wire(tmp_path, answers):
     """Serve in a thread; yield (run directory, function that ends it, list).
 
     At the end the last element of the list is the server's error.
@@ -107,12 +111,8 @@ def wire(tmp_path, handled):
     started, ended = threading.Event(), threading.Event()
     stop: list = []
 
-    async def count(request):
-        handled.append(request)
-        return await handler(request)
-
     async def serve() -> None:
-        server = MessageServer(tmp_path, count)
+        server = MessageServer(tmp_path, answers)
         task = asyncio.create_task(server.serve())
         stop.extend([asyncio.get_running_loop(), task, server])
         started.set()
@@ -242,9 +242,9 @@ def dealer(run_dir, key: str | None = None):
         context.term()
 
 
-def request(number: int = 1, **fields) -> bytes:
-    evaluate = {"type": "evaluate", "version": 3}
-    return msgspec.msgpack.encode({"id": number, "request": evaluate, **fields})
+def request(number: int | float = 1, **fields) -> bytes:
+    call = {"number": number, "method": "evaluate", "arguments": [3]}
+    return msgspec.msgpack.encode(call | fields)
 
 
 @pytest.mark.parametrize("key", ["", zmq.curve_keypair()[0].decode()], ids=["none", "another"])
@@ -256,12 +256,12 @@ def test_without_the_key_nothing_comes_through(wire, client: ControllerClient, k
         assert not stranger.poll(300), "a stranger got an answer"
     with dealer(wire[0]) as known:
         known.send(request(7))
-        assert msgspec.msgpack.decode(known.recv())["id"] == 7
+        assert msgspec.msgpack.decode(known.recv())["number"] == 7
 
 
 def deep(depth: int) -> bytes:
     """A valid request with an unknown field that holds lists in lists."""
-    return b"\x83" + request()[1:] + b"\xa1z" + b"\x91" * depth + b"\xc0"
+    return b"\x84" + request()[1:] + b"\xa1z" + b"\x91" * depth + b"\xc0"
 
 
 MALFORMED = [
@@ -269,14 +269,17 @@ MALFORMED = [
     [b""],
     [b"", b"", b""],
     [request(), request()],
-    [request(id=1.5)],
-    [request(id=2**64 - 1)[:-1]],
-    [request(request={"type": "evaluate", "version": "\u0663"})],
-    [request(request={"type": "fly"})],
+    [request(1.5)],
+    [request(2**64 - 1)[:-1]],
+    [request(arguments=["\u0663"])],
+    [request(arguments=[3, 4])],
+    [request(arguments={"version": 3})],
+    [request(method="fly")],
+    [request(method="__init__", arguments=[])],
     [deep(1_000)],
     [deep(500_000)],
     [b"\xdf\xff\xff\xff\xff"],
-    [b"\x82\xa2id\x01\xa7request\xdd\xff\xff\xff\xff"],
+    [b"\x82\xa6number\x01\xa9arguments\xdd\xff\xff\xff\xff"],
 ]
 
 
@@ -285,7 +288,7 @@ def test_a_malformed_message_is_dropped(wire, client: ControllerClient, frames) 
     with dealer(wire[0]) as known:
         known.send_multipart(frames)
         known.send(request(2))
-        assert msgspec.msgpack.decode(known.recv())["id"] == 2, "only the good one is answered"
+        assert msgspec.msgpack.decode(known.recv())["number"] == 2, "only the good one is answered"
     assert client.evaluate(1)["greedy"] == 0.25
 
 
@@ -318,7 +321,7 @@ def test_connections_without_a_handshake_end(monkeypatch, tmp_path, greeting: st
     monkeypatch.setattr(protocol, "_HANDSHAKE_MS", 300)
 
     async def main() -> None:
-        server = MessageServer(tmp_path, handler)
+        server = MessageServer(tmp_path, Answers())
         serving = asyncio.create_task(server.serve())
         strangers = [socket.create_connection(host_and_port(tmp_path)) for _ in range(20)]
         for stranger, length in zip(strangers, [*LENGTHS] * 7):
@@ -345,9 +348,9 @@ def separate_server(run_dir, setup: str = "") -> Iterator[int]:
 import asyncio, resource, sys
 from pathlib import Path
 from areal_lite.controller import protocol
-from tests.unit.controller.test_messages import handler
+from tests.unit.controller.test_messages import Answers
 {setup}
-asyncio.run(protocol.MessageServer(Path(sys.argv[1]), handler).serve())
+asyncio.run(protocol.MessageServer(Path(sys.argv[1]), Answers()).serve())
 """
     server = subprocess.Popen([sys.executable, "-c", code, str(run_dir)])
     try:
@@ -407,7 +410,7 @@ def another_controller(run_dir: Path, takes_over: bool):
     started, loops = threading.Event(), []
 
     async def serve() -> None:
-        server = MessageServer(run_dir, handler, takes_over=takes_over)
+        server = MessageServer(run_dir, Answers(), takes_over=takes_over)
         loops.extend([asyncio.get_running_loop(), asyncio.create_task(server.serve())])
         started.set()
         await asyncio.wait([loops[1]])
@@ -496,7 +499,7 @@ LOST = ["while it is handled", "with its reply", "between two requests"]
 
 
 @pytest.mark.parametrize("lost", LOST)
-def test_a_request_survives_its_connection_and_is_handled_once(wire, handled, lost: str) -> None:
+def test_a_request_survives_its_connection_and_is_handled_once(wire, answers, lost: str) -> None:
     with connected_by_proxy(wire[0]) as (proxy, client):
         assert client.evaluate(1)["versions"] == [1]
         cuts: list[int] = []
@@ -516,7 +519,7 @@ def test_a_request_survives_its_connection_and_is_handled_once(wire, handled, lo
         later.join()
         assert cuts == [1]
         assert client.evaluate(2)["versions"] == [2]
-    assert handled == [Evaluate(1), PullBatch(7, 0, 1), Evaluate(2)]
+    assert answers.handled == [("evaluate", 1), ("pull", 7, 0, 1), ("evaluate", 2)]
 
 
 def test_replies_to_clients_that_are_gone_are_forgotten(wire, monkeypatch) -> None:

@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from areal_lite.config import TrainConfig
-from areal_lite.controller.protocol import PullBatch
 from areal_lite.controller.service import Controller
 from areal_lite.controller.sources import Dependencies
 from areal_lite.run_dir.metrics import STEP_KEYS
@@ -61,8 +60,7 @@ def keys_of_a_batch_reply() -> set[str]:
                 trajectories=[trajectory(0, 0, [(0, 5)], 0.0, 1.0)],
             )
         )
-        reply, _ = await controller.handle(PullBatch(0, 0, 1))
-        return reply.info
+        return (await controller.pull(0, 0, 1))[0]
 
     return set(asyncio.run(answer()))
 
