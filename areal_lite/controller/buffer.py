@@ -325,9 +325,7 @@ class ReplayBuffer(GroupQueue):
         self._seed = seed
         # The prompt that was added to last comes last. Of each, the oldest episode comes first.
         self._prompts: dict[str, list[list[Trajectory]]] = {}
-        # Ids of the rollout groups that have an episode in the buffer, and of those used by a step.
-        self.group_ids: set[int] = set()
-        self._used: set[int] = set()
+        self._used: set[int] = set()  # ids of rollout groups in the buffer that a step has used
 
     def __len__(self) -> int:
         return sum(len(episodes) > 1 for episodes in self._prompts.values())
@@ -337,9 +335,14 @@ class ReplayBuffer(GroupQueue):
         return iter(self._prompts.values())
 
     @property
+    def group_ids(self) -> set[int]:
+        """Return the ids of the rollout groups that have an episode in the buffer."""
+        return {traces[0].group_id for episodes in self for traces in episodes}
+
+    @property
     def num_trajectories(self) -> int:
         """Return the number of trajectories in the buffer."""
-        return sum(len(traces) for episodes in self._prompts.values() for traces in episodes)
+        return sum(len(traces) for episodes in self for traces in episodes)
 
     def put(self, group: Group, used: bool = False) -> None:
         """Add a finished group. `used` says that a step has used it, before a resume."""
@@ -348,19 +351,11 @@ class ReplayBuffer(GroupQueue):
         for traces in reversed([*before, *group.episodes]):
             distinct.setdefault(tuple(t.tokens.tobytes() for t in traces), traces)
         newest = list(distinct.values())[: self._config.capacity]
-        after = self._prompts[group.prompt_id] = newest[::-1]
-        self.group_ids.add(group.group_id)
+        self._prompts[group.prompt_id] = newest[::-1]
         if used:
             self._used.add(group.group_id)
-        self._forget(before, after)
         if len(self._prompts) > MAX_PROMPTS:
-            self._forget(self._prompts.pop(next(iter(self._prompts))), [])
-
-    def _forget(self, before: list[list[Trajectory]], after: list[list[Trajectory]]) -> None:
-        """Forget the groups that have left the buffer."""
-        gone = {traces[0].group_id for traces in before} - {e[0].group_id for e in after}
-        self.group_ids -= gone
-        self._used -= gone
+            del self._prompts[next(iter(self._prompts))]
 
     def take(
         self, count: int, version: int, num_shards: int, oldest_running: int | None = None
@@ -372,12 +367,10 @@ class ReplayBuffer(GroupQueue):
         drawn = [
             self._draw(prompt_id, recent, rng) for prompt_id, recent in self._choose(count, rng)
         ]
-        group_ids = sorted(
-            {traces[0].group_id for episodes in drawn for traces in episodes} - self._used
-        )
         assignment = drawn_batch(drawn, version, num_shards)
-        self._used.update(group_ids)
-        assignment.group_ids = group_ids
+        groups = {traces[0].group_id for episodes in drawn for traces in episodes}
+        assignment.group_ids = sorted(groups - self._used)
+        self._used = (self._used | groups) & self.group_ids
         return assignment
 
     def _choose(self, count: int, rng: np.random.Generator) -> list[tuple[str, bool]]:
