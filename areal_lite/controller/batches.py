@@ -7,7 +7,7 @@
 
 The trainer loses no step when its controller is killed. Its ranks wait for the next controller, and
 ask it what the last one did not answer (protocol.py). The answers must fit what other ranks have
-been told. The store therefore knows, before any rank does (`Handover`):
+been told. The store therefore knows, before any rank does:
 
 * the batch that was assigned to a step (`Store.assign`);
 * how many resyncs were requested. Every rank makes them in the same order relative to the batches;
@@ -18,7 +18,7 @@ been told. The store therefore knows, before any rank does (`Handover`):
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,36 +32,11 @@ from areal_lite.run_dir.store import Store, StoreThread
 from areal_lite.servers.fleet import Fleet
 from areal_lite.trajectory import FinishReason, Group, Trajectory, episode_reward
 
-_PREFIX = "handover_"  # of the names in the table `totals`
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Handover:
-    """Answers that the trainer has received, besides its batches."""
-
-    resyncs: int = 0  # requested since the trainer's start
-    version: int = 0  # of the last push
-    pushing: int = 0  # 1 between the beginning and the end of a push
-    evaluated: int = 0  # 1 after the end of the evaluation of the last version
-
-
-def read_handover(store: Store) -> Handover:
-    totals = store.totals()
-    return Handover(**{f.name: totals.get(_PREFIX + f.name, 0) for f in fields(Handover)})
-
-
-def begin_handover(store: Store, version: int) -> Handover:
-    """Record that a trainer starts at `version`: nothing has been requested of it."""
-    handover = Handover(version=version)
-    store.set_totals({_PREFIX + name: value for name, value in asdict(handover).items()})
-    return handover
-
-
-async def record_handover(store: StoreThread, **changes: int) -> None:
-    """Record changed fields of Handover. They outlive this process when this returns."""
-    named = {_PREFIX + name: value for name, value in changes.items()}
-    await store.submit(Store.set_totals, named)
-
+# Names in the table `totals` of the store.
+RESYNCS = "handover_resyncs"  # requested since the trainer's start
+VERSION = "handover_version"  # of the last push
+PUSHING = "handover_pushing"  # 1 between the beginning and the end of a push
+EVALUATED = "handover_evaluated"  # 1 after the end of the evaluation of the last version
 
 _INTERVAL_S = 0.01
 
@@ -120,10 +95,9 @@ class Batches:
         else:
             self.queue = GroupQueue(buffer.max_staleness, buffer.window)
 
-    def recover(self, store: Store, step: int, handover: Handover) -> None:
-        """Resume after `step` steps with the finished groups of `store`."""
-        self.step = step
-        self._resyncs = handover.resyncs
+    def recover(self, store: Store, step: int, resyncs: int) -> None:
+        """Resume after `step` steps and `resyncs` with the finished groups of `store`."""
+        self.step, self._resyncs = step, resyncs
         self._inherited = store.assigned_groups(step)
         if isinstance(self.queue, ReplayBuffer):
             for group, used in store.finished_groups():
@@ -250,7 +224,7 @@ class Batches:
         """Let the trainer, which is waiting anyway, push its weights to the stale servers."""
         if self.fleet.router.stale and not self._resyncing:
             self._resyncing = True
-            await record_handover(self.store, resyncs=self._resyncs + 1)
+            await self.store.submit(Store.set_totals, {RESYNCS: self._resyncs + 1})
             self._resyncs += 1
             self._resync_requested.set()
             self._resync_requested = asyncio.Event()

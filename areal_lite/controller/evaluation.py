@@ -18,10 +18,10 @@ import numpy as np
 
 from areal_lite.config import TrainConfig
 from areal_lite.config.data import sampling_of_evaluation
-from areal_lite.controller.batches import Batches, Handover, record_handover
+from areal_lite.controller.batches import EVALUATED, Batches
 from areal_lite.controller.sources import Dependencies, Player, Rollout, Source
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, HF_DIR
-from areal_lite.run_dir.store import StoreThread
+from areal_lite.run_dir.store import Store, StoreThread
 from areal_lite.servers.client import SamplingParams, sampling_params
 from areal_lite.servers.fleet import Fleet
 from areal_lite.system.processes import LONGEST_BACK_OFF_S
@@ -191,14 +191,9 @@ class Evaluator:
     running: set[int] = field(default_factory=set)
     progress: Counter[str] = field(default_factory=Counter)
     # Set when the evaluation after the last step has ended. No resync is requested after it.
-    _last_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    last_ended: asyncio.Event = field(default_factory=asyncio.Event)
     # When an evaluation after the last step began to wait for a server, in seconds.
     _no_server_since: float | None = None
-
-    def recover(self, handover: Handover) -> None:
-        """Resume: an earlier controller may have seen the end of the last evaluation."""
-        if handover.evaluated:
-            self._last_ended.set()
 
     async def evaluate(self, version: int) -> dict[str, Any]:
         """Return a line of evals.jsonl. Raises RuntimeError if no server is left after the end."""
@@ -219,8 +214,8 @@ class Evaluator:
             if not self.running:
                 self.progress.clear()
             if version == self.config.trainer.steps:
-                await record_handover(self.store, evaluated=1)
-                self._last_ended.set()
+                await self.store.submit(Store.set_totals, {EVALUATED: 1})
+                self.last_ended.set()
 
     async def _evaluate(self, version: int) -> dict[str, Any]:
         """Evaluate the held-out problems of each source, then `eval.sets`.
@@ -251,7 +246,7 @@ class Evaluator:
 
     async def await_last(self, version: int, resyncs: int) -> None:
         """Wait for the end of the evaluation of the last version. Raises Resync as `pull`."""
-        ended = asyncio.ensure_future(self._last_ended.wait())
+        ended = asyncio.ensure_future(self.last_ended.wait())
         try:
             await self.batches.wait_or_resync(ended, resyncs)
         finally:

@@ -36,7 +36,7 @@ import uvloop
 
 from areal_lite.config import TrainConfig, load_config
 from areal_lite.controller import protocol
-from areal_lite.controller.batches import Batches, begin_handover, read_handover, record_handover
+from areal_lite.controller.batches import EVALUATED, PUSHING, RESYNCS, VERSION, Batches
 from areal_lite.controller.buffer import ReplayBuffer
 from areal_lite.controller.dispatcher import COUNTS, FAILURE_COUNTS, Dispatcher
 from areal_lite.controller.evaluation import Evaluator
@@ -66,29 +66,28 @@ _REQUEST_COUNTS = ("drained", "requests", "aborts", "retries")
 
 @dataclass(slots=True)
 class Retention:
-    """Removes tokens from the store after each step, in a task of its own."""
+    """Removes tokens from the store after each step, in a task of its own.
+
+    `due` is set when the store may have grown.
+    """
 
     config: TrainConfig
     store: StoreThread
     dispatcher: Dispatcher
     batches: Batches
-    _due: asyncio.Event = field(default_factory=asyncio.Event)
+    due: asyncio.Event = field(default_factory=asyncio.Event)
     _warned: bool = False
-
-    def on_step(self) -> None:
-        """Record that the store may have grown."""
-        self._due.set()
 
     async def run(self) -> None:
         """Measure and trim the store after each step. Runs until cancelled."""
         max_gib = self.config.store.max_gib
         while True:
-            self._due.clear()
+            self.due.clear()
             mib = await self.store.submit(Store.mib)
             if max_gib and mib > _MIB_PER_GIB * max_gib:
                 mib = await self._trim(max_gib)
             self.batches.store_mib = mib
-            await self._due.wait()
+            await self.due.wait()
 
     async def _trim(self, max_gib: float) -> float:
         """Remove tokens until the store fits, if it can, and return its new size in MiB."""
@@ -172,15 +171,16 @@ class Controller:
         """
         self._trainer_runs = trainer_runs
         if trainer_runs:
-            step, handover = max(step, store.completed_steps()), read_handover(store)
-        else:
-            handover = begin_handover(store, step)
-        self._pushing = bool(handover.pushing)
-        self.dispatcher.recover(store, step, handover.version, trainer_runs)
-        self.fleet.router.version = handover.version
-        self.batches.recover(store, step, handover)
-        self.evaluator.recover(handover)
+            step = max(step, store.completed_steps())
+        else:  # nothing has been requested of the trainer
+            store.set_totals({RESYNCS: 0, VERSION: step, PUSHING: 0, EVALUATED: 0})
         totals = store.totals()
+        version = self.fleet.router.version = totals.get(VERSION, 0)
+        self._pushing = bool(totals.get(PUSHING))
+        self.dispatcher.recover(store, step, version, trainer_runs)
+        self.batches.recover(store, step, totals.get(RESYNCS, 0))
+        if totals.get(EVALUATED):
+            self.evaluator.last_ended.set()
         self.fleet.counts.update({name: totals.get(name, 0) for name in _REQUEST_COUNTS})
         self._saved_totals = totals
         self._resumes = sum(store.counts().values()) > 0
@@ -227,7 +227,7 @@ class Controller:
             drained = await self.fleet.gate.drain()
             self.fleet.counts["drained"] += drained
         servers = list(router.servers.values()) if is_new else router.stale
-        await record_handover(self._store, pushing=1)
+        await self._store.submit(Store.set_totals, {PUSHING: 1})
         self.fleet.begin_push(version, servers)
         self._pushing = True
         return protocol.PushTargets(servers, drained)
@@ -250,7 +250,7 @@ class Controller:
         self.dispatcher.on_version(version)
         self.batches.on_push()
         await self._complete(version)
-        await record_handover(self._store, pushing=0, version=version)
+        await self._store.submit(Store.set_totals, {PUSHING: 0, VERSION: version})
 
     async def step_done(self, step: int) -> None:
         """Record that `step` steps are complete, perhaps again after a takeover."""
@@ -269,7 +269,7 @@ class Controller:
                 # A checkpoint of this step must not outlive what the store says of it.
                 self._store.submit(Store.use, group_ids, used_by, draws, durable=True),
             )
-            self.retention.on_step()
+            self.retention.due.set()
 
     async def save_totals(self) -> None:
         """Commit the counts that the store cannot make from its rows, if they have changed."""

@@ -107,10 +107,8 @@ class AnswerParser:
         return thought or "", said or ""
 
 
-@cache
-def answer_parser(tokenizer: Tokenizer, tool_parser: str, thoughts: str) -> AnswerParser:
-    """Return the parser for a model, which is made once."""
-    return AnswerParser(tokenizer, tool_parser, thoughts)
+answer_parser = cache(AnswerParser)
+"""Returns the parser for a model, which is made once."""
 
 
 def check_parsers(tool_parser: str, thoughts: str) -> None:

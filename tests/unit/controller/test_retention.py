@@ -42,7 +42,7 @@ def retained(run_dir: Path, store: Store, max_gib: float | None, queue=None, run
     async def run() -> float:
         thread = StoreThread(store)
         retention = Retention(config, thread, dispatcher, batches)
-        retention.on_step()
+        retention.due.set()
         task = asyncio.create_task(retention.run())
         while not batches.store_mib:
             await asyncio.sleep(0.005)
