@@ -38,7 +38,6 @@ from areal_lite.controller.buffer import AdmissionGate
 from areal_lite.controller.sources import (
     Dependencies,
     Player,
-    Rollout,
     Source,
     drawn_prompt,
     of_source,
@@ -47,6 +46,7 @@ from areal_lite.controller.sources import (
 from areal_lite.data.model_folder import expert_layout
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.sampler import PromptSampler
+from areal_lite.rollout.episode import Rollout
 from areal_lite.run_dir.store import Store
 from areal_lite.servers.client import SamplingParams, sampling_params
 from areal_lite.servers.fleet import Fleet

@@ -19,7 +19,8 @@ import numpy as np
 from areal_lite.config import TrainConfig
 from areal_lite.config.data import sampling_of_evaluation
 from areal_lite.controller.batches import EVALUATED, Batches
-from areal_lite.controller.sources import Dependencies, Player, Rollout, Source
+from areal_lite.controller.sources import Dependencies, Player, Source
+from areal_lite.rollout.episode import Rollout
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, HF_DIR
 from areal_lite.run_dir.store import Store, StoreThread
 from areal_lite.servers.client import SamplingParams, sampling_params

@@ -19,7 +19,7 @@ from areal_lite.data.sampler import PromptSampler, SourceOrder
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.pool import JudgePool, RewardPool
 from areal_lite.rewards.worker import is_rubric, load_reward_function
-from areal_lite.rollout.episode import Episode, Played, Workflow, is_grouped, play, single_turn
+from areal_lite.rollout.episode import Episode, Rollout, Workflow, is_grouped, play, single_turn
 from areal_lite.rollout.pool import EpisodePool, needs_workers
 from areal_lite.rollout.worker import Play
 from areal_lite.run_dir.paths import JUDGE_FILE, QUARANTINE_FILE
@@ -27,7 +27,6 @@ from areal_lite.run_dir.store import StoreThread
 from areal_lite.servers.client import SamplingParams
 from areal_lite.servers.fleet import Fleet, Session
 from areal_lite.system.files import read_json, write_json
-from areal_lite.trajectory import Trajectory
 from areal_lite.workers.pool import TaskFailed
 
 log = logging.getLogger(__name__)
@@ -167,20 +166,6 @@ def judge_facts(sources: Mapping[str, Source]) -> dict[str, float]:
     return {**facts, "judge_p50_s": p50_s, "judge_p99_s": p99_s}
 
 
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """The scored traces of an episode.
-
-    `failure` says why it has no reward. `is_hazard`: it hung, or it ended its process.
-    """
-
-    traces: list[Trajectory] = field(default_factory=list)
-    texts: list[tuple[str, str]] = field(default_factory=list)
-    failure: str = ""
-    timed_out: bool = False
-    is_hazard: bool = False
-
-
 class Quarantine:
     """The prompts that are not asked again: `held` has the line of each in quarantine.json, by id.
 
@@ -310,16 +295,20 @@ class Player:
         name = f"{self.what} {first.group_id}, sample {first.sample_index}, prompt {prompt}"
         playing[id(first)] = name, asyncio.get_running_loop().time(), self.source
         try:
-            results = await self._results(name, episodes)
+            played = await self._played(name, episodes)
         except TaskFailed as error:
-            results = [error] * len(episodes)
+            hangs = error.reason == "timeout"
+            failed = Rollout(
+                failure=f"workflow: {error}",
+                timed_out=hangs,
+                is_hazard=hangs or error.reason == "died",
+            )
+            played = [failed] * len(episodes)
         finally:
             del playing[id(first)]
-        return await asyncio.gather(*map(self._finish, episodes, results))
+        return await asyncio.gather(*map(self._scored, episodes, played))
 
-    async def _results(
-        self, name: str, episodes: list[Episode]
-    ) -> Sequence[Played | str | TaskFailed]:
+    async def _played(self, name: str, episodes: list[Episode]) -> list[Rollout]:
         """Call the workflow, in a worker process if there are any. Raises TaskFailed."""
         own, pool = self.dependencies.workflow, self.source.episodes
         if own or pool is None:
@@ -329,34 +318,26 @@ class Player:
         samplers = [episode.complete for episode in episodes]
         return await pool.play(name, request, samplers)
 
-    async def _finish(self, episode: Episode, result: Played | str | TaskFailed) -> Rollout:
-        """Score a result, count a failure, and report the end of the rollout."""
+    async def _scored(self, episode: Episode, played: Rollout) -> Rollout:
+        """Give all traces the reward of the last answer, unless their workflow gave rewards.
+
+        A failure is counted, and `on_end` is called.
+        """
         with ExitStack() as place:
             place.callback(self.on_end)
-            if isinstance(result, Played):
-                return await self._scored(episode, result, place.close)
-            failure = result if isinstance(result, str) else f"workflow: {result}"
-            reason = getattr(result, "reason", "")
-            self._count_failure(episode, "workflow", failure)
-            return Rollout(
-                failure=failure,
-                timed_out=reason == "timeout",
-                is_hazard=reason in ("timeout", "died"),
-            )
-
-    async def _scored(self, episode: Episode, played: Played, begun: Callable[[], None]) -> Rollout:
-        """Give all traces the reward of the last answer, unless their workflow gave rewards."""
-        if played.traces[-1].reward is None:
-            try:
-                reward = await self.source.score(played.answer, episode.prompt, begun)
-            except TaskFailed as error:
-                failure = f"no reward: {error}"
-                self._count_failure(episode, "reward", failure)
-                timed_out = error.reason == "timeout"
-                return Rollout(played.traces, failure=failure, timed_out=timed_out)
-            for trace in played.traces:
-                trace.reward = reward
-        return Rollout(played.traces, played.texts)
+            if played.failure:
+                self._count_failure(episode, "workflow", played.failure)
+            elif played.traces[-1].reward is None:
+                try:
+                    reward = await self.source.score(played.answer, episode.prompt, place.close)
+                except TaskFailed as error:
+                    failure = f"no reward: {error}"
+                    self._count_failure(episode, "reward", failure)
+                    timed_out = error.reason == "timeout"
+                    return replace(played, failure=failure, timed_out=timed_out)
+                for trace in played.traces:
+                    trace.reward = reward
+        return played
 
     def _count_failure(self, episode: Episode, part: str, failure: str) -> None:
         self.counts[f"{part}_failures"] += 1

@@ -23,7 +23,7 @@ import inspect
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -119,22 +119,30 @@ async def started(workflow: Workflow, config: Any) -> AsyncIterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """The traces of an episode."""
+class Rollout:
+    """The traces of an episode.
 
-    traces: list[Trajectory]
-    texts: list[tuple[str, str]]  # before and after the first sampled token of each
-    answer: str  # to score: the text of the last trace's last turn, or of all after the prompt
+    `failure` says why it has no reward, or nothing at all. `is_hazard`: it hung, or it ended its
+    process.
+    """
+
+    traces: list[Trajectory] = field(default_factory=list)
+    # before and after the first sampled token of each
+    texts: list[tuple[str, str]] = field(default_factory=list)
+    answer: str = ""  # to score: the text of the last trace's last turn, or of all after the prompt
+    failure: str = ""
+    timed_out: bool = False
+    is_hazard: bool = False
 
 
 def is_grouped(workflow: Workflow) -> bool:
     return bool(getattr(workflow, "grouped", False))
 
 
-async def play(workflow: Workflow, episodes: Sequence[Episode]) -> list[Played | str]:
+async def play(workflow: Workflow, episodes: Sequence[Episode]) -> list[Rollout]:
     """Call a workflow to play one episode, or a whole group if the workflow is grouped.
 
-    Traces are checked and numbered. The result of an episode that failed says why.
+    Traces are checked and numbered.
     """
     try:
         if is_grouped(workflow):
@@ -156,7 +164,7 @@ async def play(workflow: Workflow, episodes: Sequence[Episode]) -> list[Played |
     return [_played(episode, result) for episode, result in zip(episodes, results)]
 
 
-def _played(episode: Episode, result: Any) -> Played | str:
+def _played(episode: Episode, result: Any) -> Rollout:
     traces = result if isinstance(result, list) else [result]
     try:
         for number, trace in enumerate(traces):
@@ -169,7 +177,7 @@ def _played(episode: Episode, result: Any) -> Played | str:
     turns = sampled_turns(traces[-1])
     decode = episode.tokenizer.decode
     answer = decode(traces[-1].tokens[turns[-1]]) if len(turns) > 1 else texts[-1][1]
-    return Played(traces, texts, answer)
+    return Rollout(traces, texts, answer)
 
 
 def _texts(episode: Episode, trace: Trajectory) -> tuple[str, str]:
@@ -181,11 +189,11 @@ def _texts(episode: Episode, trace: Trajectory) -> tuple[str, str]:
     return prompt.text if before.tolist() == prompt.tokens else decode(before), decode(after)
 
 
-def _failure(error: BaseException) -> str:
+def _failure(error: BaseException) -> Rollout:
     where = "".join(
         f" ({Path(f.filename).name}:{f.lineno})" for f in extract_tb(error.__traceback__)[-1:]
     )
-    return short_text("workflow: {}: {}{}", type(error).__name__, error, where)
+    return Rollout(failure=short_text("workflow: {}: {}{}", type(error).__name__, error, where))
 
 
 def _check_together(traces: list[Trajectory]) -> None:

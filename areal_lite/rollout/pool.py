@@ -9,7 +9,7 @@ import numpy as np
 
 from areal_lite.config.data import Sampled
 from areal_lite.data.prompts import Prompt, Split
-from areal_lite.rollout.episode import SINGLE_TURN, Played
+from areal_lite.rollout.episode import SINGLE_TURN, Rollout
 from areal_lite.rollout.worker import Complete, FetchPrompt, Judge, Play, own_filters
 from areal_lite.servers.client import SamplingParams
 from areal_lite.servers.fleet import Completion
@@ -50,9 +50,7 @@ class EpisodePool(WorkerPool):
             sequential=False,
         )
 
-    async def play(
-        self, name: str, request: Play, samplers: Sequence[Sampler]
-    ) -> list[Played | str]:
+    async def play(self, name: str, request: Play, samplers: Sequence[Sampler]) -> list[Rollout]:
         """Play the episodes of `request`; see episode.play. `samplers` complete their tokens.
 
         Raises TaskFailed.
@@ -63,7 +61,7 @@ class EpisodePool(WorkerPool):
             return pack(await samplers[asked.place](asked.tokens, asked.params))
 
         played = await self.call(request, name, self._limit_s, complete)
-        return unpack(played, list[Played | str])
+        return unpack(played, list[Rollout])
 
     async def prompt(self, split: Split, index: int) -> Prompt:
         """Return a prompt of the user's own data. Raises TaskFailed."""

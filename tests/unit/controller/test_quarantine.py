@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from areal_lite.controller.sources import Quarantine, Rollout
+from areal_lite.controller.sources import Quarantine
+from areal_lite.rollout.episode import Rollout
 
 FINE, RAISED = Rollout(), Rollout(failure="it raised")
 HUNG = Rollout(failure="it hung at my.py:3", is_hazard=True)

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from areal_lite.config.command_line import compose_config
-from areal_lite.rollout.episode import Played
+from areal_lite.rollout.episode import Rollout
 from areal_lite.rollout.pool import EpisodePool
 from areal_lite.rollout.worker import Play
 from areal_lite.servers.client import GenerationChunk, SamplingParams
@@ -78,7 +78,7 @@ def test_an_episode_in_a_worker(package: str, tmp_path: Path, monkeypatch) -> No
         )
         return Completion([chunk], 1, "stop")
 
-    async def main() -> Played | str:
+    async def main() -> Rollout:
         async with EpisodePool(config, ["train", "eval"]) as pool:
             if package == "mcp.client.client":  # its prompts are not the environment's
                 prompt = chat_prompt(tokenizer)
@@ -90,7 +90,7 @@ def test_an_episode_in_a_worker(package: str, tmp_path: Path, monkeypatch) -> No
             return result
 
     result = asyncio.run(main())
-    assert isinstance(result, Played), result
+    assert not result.failure, result
     (trace,) = result.traces
     if package == "mcp.client.client":
         assert "<tool_response>x=1</tool_response>" in tokenizer.decode(trace.tokens)

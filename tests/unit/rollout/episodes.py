@@ -172,8 +172,8 @@ def played(workflow: Workflow, episodes: list[Episode]) -> list[Awaitable[list[T
             result = (await together[0])[index]
         else:
             (result,) = await play(workflow, [episodes[index]])
-        if isinstance(result, str):
-            raise WorkflowFailed(result)
+        if result.failure:
+            raise WorkflowFailed(result.failure)
         return result.traces
 
     return [traces(index) for index in range(len(episodes))]

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from areal_lite.config.sections import Sampling
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.rollout.episode import Episode, Played, _at_a_text, play, single_turn
+from areal_lite.rollout.episode import Episode, Rollout, _at_a_text, play, single_turn
 from areal_lite.servers.client import GenerationChunk, SamplingParams, sampling_params
 from areal_lite.servers.fleet import Fleet, Session
 from areal_lite.servers.registry import ServerInfo
@@ -140,7 +140,7 @@ class Interrupted:
 
 async def answer(
     tokenizer: Tokenizer, prompt: list[int], params: SamplingParams, at: int
-) -> tuple[Played, Interrupted]:
+) -> tuple[Rollout, Interrupted]:
     client = Interrupted(len(prompt), at)
     fleet = Fleet(client, lambda: [SERVER], lambda: None)
     watching = asyncio.create_task(fleet.watch())
@@ -157,7 +157,7 @@ async def answer(
             complete=partial(fleet.complete, session),
         )
         (played,) = await play(single_turn, [episode])
-        assert isinstance(played, Played), played
+        assert not played.failure, played
         return played, client
     finally:
         watching.cancel()
