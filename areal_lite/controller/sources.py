@@ -19,7 +19,7 @@ from areal_lite.data.sampler import PromptSampler, SourceOrder
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.pool import JudgePool, RewardPool
 from areal_lite.rewards.worker import is_rubric, load_reward_function
-from areal_lite.rollout.episode import Episode, Rollout, Workflow, is_grouped, play, single_turn
+from areal_lite.rollout.episode import Rollout, Workflow, is_grouped, play, single_turn
 from areal_lite.rollout.pool import EpisodePool, needs_workers
 from areal_lite.rollout.worker import Play
 from areal_lite.run_dir.paths import JUDGE_FILE, QUARANTINE_FILE
@@ -259,21 +259,14 @@ class Player:
         """Play a rollout for each request id on ready servers, from sample `first` on."""
         servers = await self.fleet.place(len(rids))
         sessions = [Session(rid, server, holders=servers) for rid, server in zip(rids, servers)]
-        episodes = [
-            Episode(
-                prompt=prompt,
-                sample_index=number,
-                group_id=group_id,
-                tokenizer=self.dependencies.tokenizer,
-                params=params,
-                clock=self.dependencies.clock,
-                complete=partial(self.fleet.complete, session),
-            )
-            for number, session in enumerate(sessions, first)
-        ]
-        calls = [episodes] if self._grouped else [[episode] for episode in episodes]
+        size = len(rids) if self._grouped else 1
+        calls = []
+        for at in range(0, len(rids), size):
+            some = sessions[at : at + size]
+            samples = list(range(first + at, first + at + len(some)))
+            calls.append(self._play(Play(group_id, samples, prompt, params), some))
         try:
-            played = await asyncio.gather(*map(self._play, calls))
+            played = await asyncio.gather(*calls)
         finally:
             for session in sessions:
                 self.fleet.close_session(session)
@@ -288,14 +281,13 @@ class Player:
         own, pool = self.dependencies.workflow, self.source.episodes
         return pool.facts["grouped"] if pool and not own else is_grouped(own or single_turn)
 
-    async def _play(self, episodes: list[Episode]) -> list[Rollout]:
+    async def _play(self, request: Play, sessions: Sequence[Session]) -> list[Rollout]:
         """Play the episodes of one call of the workflow, and score them."""
-        first, playing = episodes[0], self.dependencies.playing
-        prompt = first.prompt.prompt_id
-        name = f"{self.what} {first.group_id}, sample {first.sample_index}, prompt {prompt}"
-        playing[id(first)] = name, asyncio.get_running_loop().time(), self.source
+        prompt, samples, playing = request.prompt, request.samples, self.dependencies.playing
+        name = f"{self.what} {request.group_id}, sample {samples[0]}, prompt {prompt.prompt_id}"
+        playing[id(request)] = name, asyncio.get_running_loop().time(), self.source
         try:
-            played = await self._played(name, episodes)
+            played = await self._played(name, request, sessions)
         except TaskFailed as error:
             hangs = error.reason == "timeout"
             failed = Rollout(
@@ -303,43 +295,39 @@ class Player:
                 timed_out=hangs,
                 is_hazard=hangs or error.reason == "died",
             )
-            played = [failed] * len(episodes)
+            played = [failed] * len(samples)
         finally:
-            del playing[id(first)]
-        return await asyncio.gather(*map(self._scored, episodes, played))
+            del playing[id(request)]
+        scored = (self._scored(prompt, number, one) for number, one in zip(samples, played))
+        return await asyncio.gather(*scored)
 
-    async def _played(self, name: str, episodes: list[Episode]) -> list[Rollout]:
+    async def _played(self, name: str, request: Play, sessions: Sequence[Session]) -> list[Rollout]:
         """Call the workflow, in a worker process if there are any. Raises TaskFailed."""
-        own, pool = self.dependencies.workflow, self.source.episodes
-        if own or pool is None:
-            return await play(own or single_turn, episodes)
-        first, samples = episodes[0], [episode.sample_index for episode in episodes]
-        request = Play(first.group_id, samples, first.prompt, first.params)
-        samplers = [episode.complete for episode in episodes]
-        return await pool.play(name, request, samplers)
+        parts, pool = self.dependencies, self.source.episodes
+        samplers = [partial(self.fleet.complete, session) for session in sessions]
+        if pool and not parts.workflow:
+            return await pool.play(name, request, samplers)
+        episodes = request.episodes(samplers, parts.tokenizer, parts.clock)
+        return await play(parts.workflow or single_turn, episodes)
 
-    async def _scored(self, episode: Episode, played: Rollout) -> Rollout:
+    async def _scored(self, prompt: Prompt, sample: int, played: Rollout) -> Rollout:
         """Give all traces the reward of the last answer, unless their workflow gave rewards.
 
         A failure is counted, and `on_end` is called.
         """
         with ExitStack() as place:
             place.callback(self.on_end)
-            if played.failure:
-                self._count_failure(episode, "workflow", played.failure)
-            elif played.traces[-1].reward is None:
+            part, failure, timed_out = "workflow", played.failure, played.timed_out
+            if not failure and played.traces[-1].reward is None:
                 try:
-                    reward = await self.source.score(played.answer, episode.prompt, place.close)
+                    reward = await self.source.score(played.answer, prompt, place.close)
+                    for trace in played.traces:
+                        trace.reward = reward
                 except TaskFailed as error:
-                    failure = f"no reward: {error}"
-                    self._count_failure(episode, "reward", failure)
+                    part, failure = "reward", f"no reward: {error}"
                     timed_out = error.reason == "timeout"
-                    return replace(played, failure=failure, timed_out=timed_out)
-                for trace in played.traces:
-                    trace.reward = reward
-        return played
-
-    def _count_failure(self, episode: Episode, part: str, failure: str) -> None:
+        if not failure:
+            return played
         self.counts[f"{part}_failures"] += 1
-        name = (episode.prompt.prompt_id, episode.sample_index)
-        log.warning("rollout of %s, sample %d: %s", *name, failure)
+        log.warning("rollout of %s, sample %d: %s", prompt.prompt_id, sample, failure)
+        return replace(played, failure=failure, timed_out=timed_out)

@@ -2,17 +2,14 @@
 
 import math
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
 from areal_lite.config.data import Sampled
 from areal_lite.data.prompts import Prompt, Split
 from areal_lite.rollout.episode import SINGLE_TURN, Rollout
-from areal_lite.rollout.worker import Complete, FetchPrompt, Judge, Play, own_filters
-from areal_lite.servers.client import SamplingParams
-from areal_lite.servers.fleet import Completion
+from areal_lite.rollout.worker import Complete, FetchPrompt, Judge, Play, Sampler, own_filters
 from areal_lite.trajectory import Group
 from areal_lite.workers.pool import LATE_S, WorkerPool
 from areal_lite.workers.process import pack, unpack
@@ -21,8 +18,6 @@ from areal_lite.workers.process import pack, unpack
 _BLOCKED_S = 30.0
 # With more, too many episodes restart when a process ends.
 _EPISODES_A_WORKER = 64
-
-Sampler = Callable[[np.ndarray, SamplingParams], Awaitable[Completion]]
 
 
 def needs_workers(config: Sampled) -> bool:

@@ -7,7 +7,7 @@ share its event loop, and the code of each may take `rollout.episode_timeout_s`.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
@@ -31,6 +31,8 @@ from areal_lite.trajectory import Group
 from areal_lite.workers import process
 from areal_lite.workers.marks import REQUEST, marks, waiting_at
 
+Sampler = Callable[[np.ndarray, SamplingParams], Awaitable[Completion]]
+
 _BEAT_S = 1.0
 # How long a cancelled task may take to end by itself.
 _GRACE_S = 2.0
@@ -43,6 +45,23 @@ class Play(msgspec.Struct, tag=True):
     samples: list[int]
     prompt: Prompt
     params: SamplingParams
+
+    def episodes(
+        self, samplers: Sequence[Sampler], tokenizer: Tokenizer, clock: Callable[[], float]
+    ) -> list[Episode]:
+        """Return the input of a workflow. `samplers` complete the tokens of each episode."""
+        return [
+            Episode(
+                prompt=self.prompt,
+                sample_index=sample,
+                group_id=self.group_id,
+                tokenizer=tokenizer,
+                params=self.params,
+                clock=clock,
+                complete=complete,
+            )
+            for sample, complete in zip(self.samples, samplers)
+        ]
 
 
 class FetchPrompt(msgspec.Struct, tag=True):
@@ -188,27 +207,16 @@ class EpisodeWorker:
         kind: Any = Play | FetchPrompt | Judge
         body: Play | FetchPrompt | Judge = process.unpack(request.body, kind)
         if isinstance(body, Play):
-            return process.pack(await play(self._workflow, self._episodes(request.number, body)))
+            places = range(len(body.samples))
+            samplers = [partial(self._complete, request.number, place) for place in places]
+            episodes = body.episodes(samplers, self._tokenizer, steady_time)
+            return process.pack(await play(self._workflow, episodes))
         if isinstance(body, FetchPrompt):
             return process.pack(self._prompts[body.split][body.index])
         reason = self._filters[body.filter](body.group)
         if not isinstance(reason, str | None):
             raise TypeError(f"{body.filter} returned {reason!r:.100}, not a string or None")
         return process.pack(reason)
-
-    def _episodes(self, number: int, body: Play) -> list[Episode]:
-        return [
-            Episode(
-                prompt=body.prompt,
-                sample_index=sample,
-                group_id=body.group_id,
-                tokenizer=self._tokenizer,
-                params=body.params,
-                clock=steady_time,
-                complete=partial(self._complete, number, place),
-            )
-            for place, sample in enumerate(body.samples)
-        ]
 
     async def _complete(
         self, number: int, place: int, tokens: np.ndarray, params: SamplingParams
