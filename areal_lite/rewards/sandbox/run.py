@@ -221,24 +221,25 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 async def _watch(process: asyncio.subprocess.Process, limits: Limits) -> Outcome:
     """Collect the output of the program until it ends or exceeds a limit."""
     collected = bytearray(), bytearray()
-    readers = [
-        asyncio.ensure_future(_collect(stream, into, limits.output_bytes))
-        for stream, into in zip(_streams(process), collected)
-    ]
     ended = "exit"
     status = None
+
+    async def collect(stream: asyncio.StreamReader, into: bytearray) -> None:
+        while data := await stream.read(1 << 16):
+            if len(into) <= limits.output_bytes:
+                into += data
+            else:  # the stream ends with the program
+                with suppress(ProcessLookupError):
+                    process.kill()
+
     try:
         async with asyncio.timeout(limits.time_s):
-            await asyncio.gather(*readers)
+            await asyncio.gather(*map(collect, _streams(process), collected))
             status = await process.wait()
     except TimeoutError:
         ended = "timeout"
-    except _TooMuchOutput:
-        ended = "output"
-    finally:
-        for reader in readers:
-            reader.cancel()
-        await asyncio.wait(readers)
+    if max(map(len, collected)) > limits.output_bytes:
+        ended, status = "output", None
     stdout, stderr = (
         bytes(output[: limits.output_bytes]).decode(errors="replace") for output in collected
     )
@@ -261,17 +262,6 @@ def _streams(
 ) -> tuple[asyncio.StreamReader, asyncio.StreamReader]:
     assert process.stdout and process.stderr
     return process.stdout, process.stderr
-
-
-class _TooMuchOutput(Exception):
-    pass
-
-
-async def _collect(stream: asyncio.StreamReader, into: bytearray, limit: int) -> None:
-    while data := await stream.read(1 << 16):
-        into += data
-        if len(into) > limit:
-            raise _TooMuchOutput
 
 
 def _settings(limits: Limits) -> dict[str, Any]:
