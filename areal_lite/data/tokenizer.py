@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import date
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class Tokenizer:
     ) -> None:
         self.path = Path(model_path)
         self._template_kwargs = dict(template_kwargs or {})
-        self._completing: dict[str, tuple[int, ...]] = {}
+        self.completing = lru_cache(_MOST_TEXTS)(self._find_completing)
         file = self.path / "tokenizer.json"
         if not file.is_file():
             raise ValueError(
@@ -104,25 +104,20 @@ class Tokenizer:
         """Return the text of each token id; special tokens have none."""
         return [self._texts[i] for i in np.asarray(ids).tolist()]
 
-    def completing(self, text: str) -> tuple[int, ...]:
+    def _find_completing(self, text: str) -> tuple[int, ...]:
         """Return the tokens with which an answer may first contain `text`.
 
         They have it in them, or begin with an end of it. U+FFFD is a part of a character.
         """
-        if text not in self._completing:
-            characters = set(text if text.isascii() else text + "\ufffd")
+        characters = set(text if text.isascii() else text + "\ufffd")
 
-            def may_complete(token: str) -> bool:
-                if characters.isdisjoint(token):
-                    return False
-                begins = any(text.endswith(token[: i + 1]) for i in range(len(token)))
-                return begins or text in token or ("\ufffd" in token and not text.isascii())
+        def may_complete(token: str) -> bool:
+            if characters.isdisjoint(token):
+                return False
+            begins = any(text.endswith(token[: i + 1]) for i in range(len(token)))
+            return begins or text in token or ("\ufffd" in token and not text.isascii())
 
-            if len(self._completing) >= _MOST_TEXTS:
-                self._completing.clear()
-            found = [i for i, token in enumerate(self._texts) if may_complete(token)]
-            self._completing[text] = tuple(found)
-        return self._completing[text]
+        return tuple(i for i, token in enumerate(self._texts) if may_complete(token))
 
     def decode(self, ids: Sequence[int] | np.ndarray, special: bool = False) -> str:
         """Return the text of token ids; special tokens are left out unless `special` is true."""
