@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+from typing import Any
 
 from areal_lite.config import TrainConfig
 from areal_lite.config.data import sampling_of_evaluation
@@ -9,7 +10,6 @@ from areal_lite.extensions import load_object
 from areal_lite.rollout.episode import Episode
 from areal_lite.trajectory import Trajectory
 from areal_lite.workflows.endpoint.server import AgentEndpoint
-from areal_lite.workflows.tool_calls import check_parsers
 
 
 def preload() -> None:
@@ -17,7 +17,7 @@ def preload() -> None:
     import transformers.utils.chat_template_utils  # noqa: F401
 
 
-class Agent:
+class Agent(AgentEndpoint):
     """A workflow that runs `async def agent(base_url, api_key, prompt) -> float | None`.
 
     The API key belongs to the episode. The requests under it are one conversation or up to
@@ -30,15 +30,7 @@ class Agent:
     `reasoning_parser`, the thoughts of an answer are beside its content.
     """
 
-    def __init__(
-        self,
-        agent: str,
-        max_traces: int = 16,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        tool_parser: str = "auto",
-        reasoning_parser: str = "",
-    ):
+    def __init__(self, agent: str, max_traces: int = 16, **endpoint: Any):
         if max_traces < 1:
             raise ValueError(f"max_traces={max_traces} must be at least 1")
         self._agent = load_object("rollout.workflow_args.agent", agent)
@@ -48,26 +40,22 @@ class Agent:
                 " process. Wrap it in asyncio.to_thread"
             )
         self._max_traces = max_traces
-        check_parsers(tool_parser, reasoning_parser)
-        self._endpoint = AgentEndpoint(host, port, tool_parser, reasoning_parser)
+        super().__init__(**endpoint)
 
     async def start(self, config: TrainConfig) -> None:
-        """Start the endpoint."""
+        """Listen."""
         # Agents run in this process, and what their clients ask by logs every request at INFO.
         for name in ("httpx", "httpx2"):
             logging.getLogger(name).setLevel(logging.WARNING)
         most_first = config.data.max_prompt_tokens
         own = sampling_of_evaluation(config)
         longest = max(config.rollout.max_new_tokens, own.max_new_tokens)
-        await self._endpoint.start(most_first + longest, most_first)
-
-    async def close(self) -> None:
-        await self._endpoint.close()
+        await self.listen(most_first + longest, most_first)
 
     async def __call__(self, episode: Episode) -> list[Trajectory]:
-        with self._endpoint.conversations(episode, self._max_traces) as (api_key, conversations):
+        with self.conversations(episode, self._max_traces) as (api_key, conversations):
             try:
-                reward = await self._agent(self._endpoint.base_url, api_key, episode.prompt)
+                reward = await self._agent(self.base_url, api_key, episode.prompt)
             except Exception:
                 # An agent may raise when we refuse a request because a budget is used up.
                 if not conversations.truncated:

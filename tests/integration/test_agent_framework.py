@@ -56,7 +56,7 @@ def test_smolagents_calls_its_tools_and_answers(
 
     async def main() -> None:
         endpoint = AgentEndpoint()
-        await endpoint.start()
+        await endpoint.listen()
         async with playing(tokenizer, chat_prompt(tokenizer), said) as (episodes, scripted, _):
             with endpoint.conversations(episodes[0]) as (key, conversations):
                 assert await asyncio.to_thread(solve, endpoint.base_url, key, settings) == "42"
@@ -88,7 +88,7 @@ def test_the_example_runs_its_agent_and_gives_the_reward(tmp_path: Path) -> None
 
     async def main() -> list[float]:
         endpoint, rewards = AgentEndpoint(), []
-        await endpoint.start()
+        await endpoint.listen()
         async with playing(tokenizer, prompt, said, list(said)) as (episodes, _, _):
             for episode, answer in zip(episodes, ("42", "43"), strict=True):
                 with endpoint.conversations(episode) as (key, _):

@@ -67,7 +67,7 @@ async def serving(tokenizer_folder: str, server: ServerInfo, temperature: float 
     fleet = Fleet(client, lambda: [server], lambda: None)
     watching = asyncio.create_task(fleet.watch())
     policy = Policy(fleet, Tokenizer(tokenizer_folder), temperature)
-    await policy.endpoint.start()
+    await policy.endpoint.listen()
     try:
         yield policy
     finally:
@@ -303,7 +303,7 @@ def test_stop_texts_and_tools_with_a_policy_that_uses_them(tmp_path: Path) -> No
 
     async def main() -> None:
         endpoint = AgentEndpoint()
-        await endpoint.start()
+        await endpoint.listen()
         async with playing(
             tokenizer, chat_prompt(tokenizer), ["one, two, three", said, "It is red."]
         ) as (episodes, scripted, _):

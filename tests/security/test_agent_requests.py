@@ -47,7 +47,7 @@ async def serving(folder, texts: int = 4, budget: int = 1000) -> AsyncIterator[t
     """Yield an endpoint, an agent and its conversations."""
     tokenizer = save_chat_tokenizer(folder)
     server = AgentEndpoint()
-    await server.start()
+    await server.listen()
     script = ["yes"] * texts
     async with (
         aiohttp.ClientSession() as session,

@@ -220,7 +220,7 @@ def play_agent(tokenizer: Tokenizer, agent, script: list[str], **columns):
 
     async def main():
         endpoint = AgentEndpoint()
-        await endpoint.start()
+        await endpoint.listen()
         tokens = tokenizer.encode(PROMPT)
         prompt = Prompt(prompt_id="p", tokens=tokens, answer=ANSWER, text=PROMPT, info=columns)
         async with playing(tokenizer, prompt, script) as (episodes, client, _):

@@ -29,7 +29,7 @@ from areal_lite.workflows.endpoint import apis
 from areal_lite.workflows.endpoint import chat_request as chat
 from areal_lite.workflows.endpoint.apis import Api
 from areal_lite.workflows.endpoint.chat_request import Answer, ChatRequest, RequestRefused
-from areal_lite.workflows.tool_calls import AnswerParser, answer_parser
+from areal_lite.workflows.tool_calls import AnswerParser, answer_parser, check_parsers
 
 # A request has the whole conversation, as JSON and with the names of its fields.
 _BYTES_PER_TOKEN = 64
@@ -269,7 +269,7 @@ class Conversations:
 
 
 class AgentEndpoint:
-    """The HTTP server. `base_url` is known after `start()`; port 0 picks a free one.
+    """The HTTP server. `base_url` is known after `listen()`; port 0 picks a free one.
 
     `AnswerParser` describes the parsers. Without a `reasoning_parser`, thoughts are content.
     """
@@ -281,6 +281,7 @@ class AgentEndpoint:
         tool_parser: str = "auto",
         reasoning_parser: str = "",
     ):
+        check_parsers(tool_parser, reasoning_parser)
         self._host = host
         self._port = port
         self._parsers = tool_parser, reasoning_parser or "auto"
@@ -291,8 +292,8 @@ class AgentEndpoint:
         self._most_connections = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         self.base_url = ""
 
-    async def start(self, context_tokens: int = 1 << 15, most_first: int | None = None) -> None:
-        """Listen. The largest request has room for a conversation of `context_tokens`.
+    async def listen(self, context_tokens: int = 1 << 15, most_first: int | None = None) -> None:
+        """Start. The largest request has room for a conversation of `context_tokens`.
 
         The messages that begin a conversation may have `most_first` tokens; None: any number.
         """

@@ -223,7 +223,7 @@ def played(
 
     async def main() -> tuple[float, list[Trajectory]]:
         endpoint = AgentEndpoint()
-        await endpoint.start()
+        await endpoint.listen()
         async with playing(tokenizer, prompt, said, max_new_tokens=budget) as (episodes, *_):
             with endpoint.conversations(episodes[0]) as (key, conversations):
                 reward = await adapter.play(endpoint.base_url, key, prompt)

@@ -168,7 +168,7 @@ def test_agents(tokenizer, module: str, script: list[str], reward: float | None,
 
     async def main() -> None:
         endpoint = AgentEndpoint()
-        await endpoint.start()
+        await endpoint.listen()
         async with playing(tokenizer, PROMPT, script) as (episodes, _, _):
             with endpoint.conversations(episodes[0]) as (key, conversations):
                 assert await agent(endpoint.base_url, key, PROMPT) == reward

@@ -276,7 +276,7 @@ class Episode:
 async def serving(folder: Path, says: list[str]) -> AsyncIterator[Episode]:
     """Serve a policy that says each text of `says` in turn. The traces are there at the end."""
     tokenizer, endpoint = save_chat_tokenizer(folder), Recorder()
-    await endpoint.start()
+    await endpoint.listen()
     prompt = chat_prompt(tokenizer)
     async with playing(tokenizer, prompt, says, max_new_tokens=20_000) as (episodes, scripted, _):
         with counted_ids(), endpoint.conversations(episodes[0]) as (key, conversations):

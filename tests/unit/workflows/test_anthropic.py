@@ -52,7 +52,7 @@ def with_script(
     @contextlib.asynccontextmanager
     async def asking() -> AsyncIterator[Asker]:
         endpoint = AgentEndpoint()
-        await endpoint.start()
+        await endpoint.listen()
         prompt = chat_prompt(tokenizer)
         async with playing(tokenizer, prompt, script, **settings) as (episodes, scripted, _):
             with endpoint.conversations(episodes[0], max_traces=2) as (key, conversations):

@@ -46,7 +46,7 @@ async def asking(
     tokenizer: Tokenizer, script: list[str], max_traces: int, budget: int, **parsers: str
 ) -> AsyncIterator[Asker]:
     endpoint = AgentEndpoint(**parsers)
-    await endpoint.start()
+    await endpoint.listen()
     prompt = chat_prompt(tokenizer)
     async with playing(tokenizer, prompt, script, max_new_tokens=budget) as (episodes, scripted, _):
         with endpoint.conversations(episodes[0], max_traces) as (key, conversations):
