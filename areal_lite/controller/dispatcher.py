@@ -6,7 +6,6 @@
 * A group is in the store before its first request is sent.
 * Every submitted group ends exactly once: as finished, filtered or dropped. A dropped group's
   prompt is drawn again, as a new group.
-* submitted = running + accepted + rejected (buffer.py), so no capacity leaks.
 * The rollouts of a group start on as few servers as `Fleet.place` allows: a server computes their
   prompt once.
 * An episode is scored when it is finished; it does not wait for its group.
@@ -14,9 +13,8 @@
 
 tests/unit/controller/test_dispatcher.py asserts these.
 
-The curriculum looks at the rewards of a prompt's groups. A trajectory with a positive reward solves
-its prompt. Prompts that are nearly always solved retire, and prompts that no trajectory solved rest
-(docs/groups.md): a hard prompt costs little, and is tried again when the policy has learned more.
+The curriculum retires and rests prompts by the rewards of their groups (docs/groups.md): a hard
+prompt costs little, and is tried again when the policy has learned more.
 
 A filter (`rollout.filters`) removes a group that teaches nothing, and another prompt takes its
 place, so that batches stay full (active sampling; Olmo 3, arXiv 2512.13961). It is a function

@@ -1,18 +1,7 @@
 """Verifier of programs: Python that the model wrote, run in the sandbox against tests.
 
-`answer` has the tests, in one of the forms in which data sets have them:
-
-    {"inputs": ["1 2\\n", …], "outputs": ["3\\n", …]}               what is printed for each input
-    {"inputs": [[1, 2], …], "outputs": [3, …], "fn_name": "add"}    what a function returns
-    [{"input": "1 2", "output": "3"}, …]                           the same, a test each
-    ["assert add(1, 2) == 3", …]                                   statements, run after the program
-    {"tests": "assert add(1, 2) == 3"}, or the statements alone    the same
-
-Keys beside them: "time_limit_s" (5: processor seconds of a test), "memory_mb" (512, at least 64),
-"tolerance" (how far numbers may be off, relative to those above 1), "setup" (statements before the
-others), and "checker" (the source of `check(given, expected, result) -> bool`, for tests with
-several right results). The names that MBPP, HumanEval, APPS and LiveCodeBench have for these are
-known, too. Anything else is an error of the data.
+`answer` has the tests, in one of the forms in which data sets have them, and perhaps limits
+(docs/workflows.md, Programs and the sandbox). Anything else is an error of the data.
 
 The reward is 1.0 if all tests pass, else 0.0. White space at the ends of lines and of the text does
 not count. A program that is too slow, too large or prints too much fails; `exit()` is an end like
@@ -59,7 +48,7 @@ _PYTHON = re.compile(r"py(thon)?[0-9.]*", re.IGNORECASE)
 # Fences that may close a block: a docstring may have some.
 _CLOSINGS = 8
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-# What data sets call the keys above.
+# What data sets call the keys of an answer.
 _NAMES = {"input": "inputs", "output": "outputs", "func_name": "fn_name", "entry_point": "fn_name"}
 _NAMES |= {"test": "tests", "test_list": "tests", "test_setup_code": "setup"}
 _NAMES |= {"test_imports": "setup"}
@@ -73,11 +62,11 @@ class Tests(msgspec.Struct, kw_only=True):
     given: list[Any] = []
     expected: list[Any] = []
     fn_name: str | None = None
-    setup: str = ""
+    setup: str = ""  # before the program
     statements: str = ""
-    checker: str | None = None
-    tolerance: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    time_limit_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 5.0
+    checker: str | None = None  # the source of check(given, expected, result) -> bool
+    tolerance: Annotated[float, msgspec.Meta(ge=0)] | None = None  # relative to numbers above 1
+    time_limit_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 5.0  # of the processor, each
     memory_mb: Annotated[int, msgspec.Meta(ge=64, le=1 << 20)] = 512
 
     def accepts(self, number: int, result: Any) -> bool:

@@ -1,24 +1,11 @@
 """Rewards of a judge: a frozen model that a rubric asks about each answer.
 
-`reward.function=areal_lite.workflows.judge:rubric.md` names the file of the rubric. It has settings
-in YAML (`Rubric`) between two lines of ---, and then the question:
+`reward.function=areal_lite.workflows.judge:rubric.md` names the file of the rubric
+(docs/workflows.md, Judges): its settings in YAML (`Rubric`) between two lines of ---, and then the
+question.
 
-    ---
-    url: http://127.0.0.1:30100/v1
-    model: judge
-    range: [0, 10]
-    ---
-    Question: {prompt}
-    Right answer: {answer}. Level: {info.level}.
-    Given answer: {completion}
-    How good is it? End with a number from 0 to 10.
-
-* The judge is behind any OpenAI URL. With `server` in place of `url`, `model` is a folder, and the
-  run serves it: a server that dies or hangs is started again, and requests wait for it.
-* Without a verdict the judge is asked again at once, `attempts` times in all. Then the trajectory
-  fails, as with a reward function that raises: it is never worth 0. Only a judge that sends
-  Retry-After is left alone for that time.
-* Rewards are kept by the content of their requests. Equal answers, and a resumed run, do not ask.
+* Without a verdict the judge is asked again at once. After the last attempt the trajectory fails,
+  as with a reward function that raises: it is never worth 0.
 * Patterns run on text of a model, so they run in a reward worker: one that hangs costs its sample.
 """
 
