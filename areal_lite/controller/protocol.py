@@ -159,11 +159,9 @@ class MessageServer:
         self._socket.heartbeat_timeout = SILENCE_MS
         # A client that connects again, under its name, takes over from its lost connection.
         self._socket.router_handover = True
-        # (client, number) of the calls without a reply
-        self._pending: set[tuple[bytes, int]] = set()
-        # The newest reply to each client, with the number of its call. A batch in it is one that
-        # the controller keeps anyway.
-        self._sent: dict[bytes, tuple[int, list[Any]]] = {}
+        # The number of each client's newest call, and the reply to it. A batch in a reply is one
+        # that the controller keeps anyway.
+        self._newest: dict[bytes, tuple[int, list[Any] | None]] = {}
         # Set once `finish` was answered, or the trainer was replaced.
         self.finished = asyncio.Event()
         port = self._socket.bind_to_random_port(f"tcp://{host}")
@@ -183,17 +181,18 @@ class MessageServer:
             while True:
                 client, *frames = await self._socket.recv_multipart()
                 call = self._decode(frames)
-                if call is None or await self._is_repeated(client, call.number):
-                    continue
-                self._pending.add((client, call.number))
-                handlers.create_task(self._answer(client, call), name=f"answer {call}")
+                if call and not await self._is_repeated(client, call.number):
+                    handlers.create_task(self._answer(client, call), name=f"answer {call}")
 
     async def _is_repeated(self, client: bytes, number: int) -> bool:
         """Return whether a call came before. If it was answered, send that reply again."""
-        newest, reply = self._sent.get(client, (0, []))
-        if number == newest:
+        newest, reply = self._newest.pop(client, (0, None))
+        self._newest[client] = (number, None) if number > newest else (newest, reply)
+        if len(self._newest) > _MAX_CLIENTS:  # each evaluation is a client of its own
+            del self._newest[next(iter(self._newest))]
+        if number == newest and reply:
             await self._socket.send_multipart(reply, copy=False)
-        return number <= newest or (client, number) in self._pending
+        return number <= newest
 
     def _decode(self, frames: list[bytes]) -> Call | None:
         """Return the call in `frames`; None if they hold none, which is counted and logged."""
@@ -227,11 +226,9 @@ class MessageServer:
                 asked = f"asked for {call}, the controller failed"
                 what = f"the controller cannot send {call}" if has_result else asked
                 text = f"{what}: {type(error).__name__}: {error}"
-            self._pending.discard((client, call.number))
             await self._send(client, Reply(call.number, error=text))
             if not refuses or isinstance(error, StoreError):
                 raise
-        self._pending.discard((client, call.number))
         if has_result and call.method == "finish":
             self.finished.set()
 
@@ -246,17 +243,16 @@ class MessageServer:
 
     async def _send(self, client: bytes, reply: Reply, frames: Sequence[Any] = ()) -> None:
         message = [client, msgspec.msgpack.encode(reply), *frames]
-        self._sent.pop(client, None)
-        self._sent[client] = (reply.number, message)
-        if len(self._sent) > _MAX_CLIENTS:  # each evaluation is a client of its own
-            del self._sent[next(iter(self._sent))]
+        if self._newest.get(client, (0, None))[0] == reply.number:
+            self._newest[client] = reply.number, message
         await self._socket.send_multipart(message, copy=False)
 
     async def close(self, error: str = "") -> None:
         """Answer every open call with `error`, if any, and deliver the replies within 5 s."""
         self._file.unlink(missing_ok=True)
-        for client, number in self._pending if error else ():
-            await self._send(client, Reply(number, error=error))
+        for client, (number, reply) in list(self._newest.items()):
+            if error and not reply:
+                await self._send(client, Reply(number, error=error))
         self._socket.close(linger=_LINGER_MS)
         await asyncio.get_running_loop().run_in_executor(None, self._context.term)
 
