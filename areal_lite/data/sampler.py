@@ -102,7 +102,7 @@ class PromptSampler:
             if (index := self.returned.popleft()) not in self.retired:
                 return index
         while True:
-            index = self._index_at(self.drawn)
+            index = self.index_at(self.drawn)
             self.drawn += 1
             if index not in self.retired and not self._rests(index):
                 return index
@@ -136,22 +136,23 @@ class PromptSampler:
     def check_draws(self, draws: Iterable[tuple[int, int]]) -> None:
         """Raise ValueError unless this sampler makes `draws`: pairs of `drawn` after it, index."""
         for drawn, index in draws:
-            if (here := self._index_at(drawn - 1)) != index:
+            if (here := self.index_at(drawn - 1)) != index:
                 raise ValueError(
                     f"cannot resume: prompt {drawn} that was drawn was {index} and would be {here}"
                     f" with {_described(self.sources)}; restore the data set"
                 )
 
-    def indices_at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the indices of draws, int64; `positions` count from 0 over all epochs, int64."""
-        rounds, offsets = np.divmod(positions, len(self._turns))
-        numbers = self._turns[offsets]
-        earlier = rounds * self._weights[numbers] + self._turns_before[offsets]
-        found = np.empty_like(positions)
-        for number in range(len(self.sources)):
-            own = numbers == number
-            found[own] = len(self.sources) * self._places(number, earlier[own]) + number
-        return found
+    def index_at(self, position: int) -> int:
+        """Return the index of a draw; `position` counts from 0 over all epochs."""
+        rounds, turn = divmod(position, len(self._turns))
+        number = int(self._turns[turn])
+        place = int(rounds * self._weights[number] + self._turns_before[turn])
+        source = self.sources[number]
+        if source.num_prompts is not None:
+            epoch, offset = divmod(place, source.num_prompts)
+            order = self._epoch_order(source.num_prompts, source.seed, epoch, number)
+            place = int(order[offset])
+        return len(self.sources) * place + number
 
     def _rests(self, index: int) -> bool:
         """Return whether the epoch of the last draw of its source leaves `index` out."""
@@ -164,22 +165,6 @@ class PromptSampler:
         num_prompts = self.sources[number].num_prompts
         assert num_prompts is not None
         return (self.draws_by_source(drawn)[number] - 1) // num_prompts
-
-    def _index_at(self, position: int) -> int:
-        return int(self.indices_at(np.array([position]))[0])
-
-    def _places(self, number: int, earlier: np.ndarray) -> np.ndarray:
-        """Return the places in a source of its draws, int64, given its number of `earlier` ones."""
-        source = self.sources[number]
-        if source.num_prompts is None:
-            return earlier
-        epochs, offsets = np.divmod(earlier, source.num_prompts)
-        found = np.empty_like(earlier)
-        for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            order = self._epoch_order(source.num_prompts, source.seed, epoch, number)
-            found[here] = order[offsets[here]]
-        return found
 
 
 def _described(sources: Sequence[SourceOrder]) -> str:

@@ -164,14 +164,15 @@ def check_prompts(groups: Groups, records: Records, store: ColumnReader) -> Chec
     check.none_of(
         prompts[again > put_back].tolist(), "prompts that were handed out again without a drop"
     )
-    expected = sampler.indices_at(groups.drawn[fresh] - 1)
+    expected = np.array([sampler.index_at(n - 1) for n in groups.drawn[fresh].tolist()])
     check.none_of(
         groups.ids[fresh][groups.prompt[fresh] != expected].tolist(),
         f"groups whose prompt is not the next one of seed={records.config['seed']}",
     )
     lines = read_json(records.run_dir / QUARANTINE_FILE).values()
     held = [line["prompt_index"] for line in lines if line["prompt_index"] is not None]
-    left_out = np.setdiff1d(sampler.indices_at(skipped - 1), [*_asked_less(records, store), *held])
+    unasked = [sampler.index_at(n - 1) for n in skipped.tolist()]
+    left_out = np.setdiff1d(unasked, [*_asked_less(records, store), *held])
     check.none_of(left_out.tolist(), "skipped prompts that were neither retired nor resting")
     if records.config["rollout.retire_above"] is None:
         lost = _lost(groups, fresh, dropped, place, pending)
