@@ -34,8 +34,11 @@ wait if the other G - r are a batch, so G must be B + r. (With a rate of B group
 rate times the latency that the step does not hide: Little's law.) r is learned. A larger one counts
 at once, and a smaller one by degrees, because a wait costs more than a step of staleness; after a
 wait it does not count, because groups caught up meanwhile. If the servers are the slower side, G
-grows by what was missing until eta decides. With a window, G is eta * B: a batch may wait for one
-old group although enough have finished, and would wait less if all had started earlier.
+grows by what was missing until eta decides. G is B at first, and eta * B if eta < 1.
+
+This limit only lowers the first one, so no bound changes. The present batch is always within it, so
+the trainer waits for groups that were admitted. With a window, G is eta * B: a batch may wait for
+one old group although enough have finished, and would wait less if all had started earlier.
 
 A run that resumes after s steps has used s * B groups. These and the finished groups that wait
 count as accepted again (`recover`); groups that were in flight are lost and do not.
