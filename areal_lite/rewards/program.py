@@ -272,7 +272,8 @@ def _decoded(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        return text if isinstance(value := ast.literal_eval(text), set) else value
+        value = ast.literal_eval(text)  # a set, too, or a tuple
+        return value if isinstance(value, list | dict) else text
 
 
 def _fields(content: Any) -> dict[str, Any]:

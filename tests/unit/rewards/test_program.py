@@ -80,6 +80,7 @@ def test_every_form_of_input_pays_the_right_program_alone(answer: str) -> None:
         ("[]", "0 inputs"),
         ("[42]", "test 0 must be an object"),
         ("{'assert True'}", "assert nothing"),  # a set of Python
+        ("[1], [2]", "assert nothing"),  # a tuple of Python
         ('{"tests": ""}', "assert nothing"),
         ('{"tests": "pass"}', "assert nothing"),
         ('{"tests": 3}', "not a list"),
