@@ -13,9 +13,9 @@ import os
 import secrets
 import shutil
 import stat
+import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -184,42 +184,13 @@ def sync_path(path: Path) -> None:
 def remove_folder(folder: Path) -> None:
     """Remove a folder of any depth with all its content, without following links.
 
-    What folders inside have is moved to the top first: no path gets long, and nothing recurs.
     What cannot be removed is logged and stays.
     """
-    unused = secrets.token_hex(8)
-    names = (f".{unused}-{number}" for number in count())
-    again = True
-    while again:
-        again = False
-        for entry in _entries(folder):
-            with contextlib.suppress(OSError):
-                if _is_folder(entry):
-                    for inner in _entries(entry):
-                        with contextlib.suppress(OSError):
-                            if _is_folder(inner):
-                                os.chmod(inner, stat.S_IRWXU)  # a folder that moves is written
-                            os.rename(inner, folder / next(names))
-                            again = True
-                    os.rmdir(entry)
-                else:
-                    os.unlink(entry)
-                again = True
-    try:
-        os.rmdir(folder)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        log.warning("cannot remove %s: %s", folder, error)
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        os.chmod(folder, stat.S_IRWXU)
-        return [folder / name for name in os.listdir(folder)]
-    except OSError:
-        return []
-
-
-def _is_folder(path: Path) -> bool:
-    return os.path.isdir(path) and not os.path.islink(path)
+    with contextlib.suppress(OSError, RecursionError):
+        return shutil.rmtree(folder)
+    # It is deeper than Python's stack, or has locked folders, or has gone.
+    subprocess.run(["chmod", "-R", "u+rwX", "--", folder], capture_output=True)
+    removed = subprocess.run(["rm", "-rf", "--", folder], capture_output=True)
+    if removed.returncode:
+        reason = removed.stderr.decode(errors="replace").partition("\n")[0]
+        log.warning("cannot remove %s: %s", folder, reason)
