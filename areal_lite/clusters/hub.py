@@ -15,7 +15,7 @@ import secrets
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 import zmq
@@ -36,7 +36,7 @@ _HANDSHAKE_MS = 5000
 
 
 class Hub:
-    """Answers the requests of the machines that have joined, one after the other."""
+    """Answers the calls of the machines that have joined, one after the other."""
 
     def __init__(self, run_dir: Path, port: int, host: str | None = None):
         """Listen on `host`: by default this machine's own address."""
@@ -44,7 +44,7 @@ class Hub:
         if not (identity := self._run_dir / run_files.IDENTITY).exists():
             write_atomically(identity, secrets.token_hex(8))
         self._model = Path(load_config(run_dir).model)
-        # The newest request of each machine with its answer, and when it came.
+        # The newest call of each machine with its answer, and when it came.
         self._answered: dict[bytes, tuple[int, bytes, float]] = {}
         self._socket = zmq.Context.instance().socket(zmq.REP)
         self._socket.curve_secretkey = run_files.key_pair()[1]
@@ -69,54 +69,71 @@ class Hub:
     def _answer(self, message: bytes) -> bytes:
         try:
             call = msgspec.msgpack.decode(message, type=run_files.Call)
+            arguments = msgspec.convert(call.arguments, _PARAMETERS[call.method])
         except Exception as error:  # decoders raise more than ValueError, such as RecursionError
             log.warning("dropped a malformed message: %s: %s", type(error).__name__, error)
             return msgspec.msgpack.encode(run_files.Reply(error="the message is malformed"))
         number, reply, _ = self._answered.get(call.client, (0, b"", 0.0))
         if call.number != number:
-            reply = self._reply(call.request)
+            reply = self._reply(call.method, arguments)
         self._answered[call.client] = (call.number, reply, time.monotonic())
-        if isinstance(call.request, run_files.Leave):
+        if call.method == "leave":
             del self._answered[call.client]
         return reply
 
-    def _reply(self, request: run_files.Request) -> bytes:
+    def _reply(self, method: str, arguments: tuple[Any, ...]) -> bytes:
         try:
-            reply = run_files.Reply(self._handle(request))
+            reply = run_files.Reply(getattr(self, method)(*arguments))
         except Exception as error:
             if not isinstance(error, OSError | ValueError):
-                log.exception("a request failed: %s", type(request).__name__)
+                log.exception("a call failed: %s", method)
             reply = run_files.Reply(error=str(error) or type(error).__name__)
         return msgspec.msgpack.encode(reply)
 
-    def _handle(self, request: run_files.Request) -> Any:
-        match request:
-            case run_files.Look(run_files.Part.MODEL):
-                return self._files_of_model()
-            case run_files.Look(part):
-                return run_files.files_of(self._run_dir, part)
-            case run_files.Read(name, offset):
-                return run_files.read(self._source(name), offset)
-            case run_files.Compare(name, size):
-                return run_files.checksum(self._place(name), size)
-            case run_files.Write(name, offset, data, last):
-                return run_files.write(self._place(name), offset, data, last)
-            case run_files.Extend(name, size, data):
-                return self._extend(self._place(name), size, data)
-            case run_files.Remove(name):
-                return self._remove(self._place(name))
-            case run_files.Log(name, data):
-                with open(self._run_dir / LOGS_DIR / Path(name).name, "ab") as file:
-                    file.write(data)
-            case run_files.Leave():
-                pass
-
-    def _files_of_model(self) -> run_files.Files:
+    def look(self, part: run_files.Part) -> run_files.Files:
+        """Return the files that the run has of this part."""
+        if part != run_files.Part.MODEL:
+            return run_files.files_of(self._run_dir, part)
         return {
             run_files.MODEL + path.name: found
             for path in self._model.glob("[!.]*")
             if (found := run_files.stamp(path.resolve()))  # a link, in a cache of Hugging Face
         }
+
+    def read(self, name: str, offset: int) -> bytes:
+        """Return the bytes of a file from `offset` on, at most CHUNK; b"" at its end."""
+        return run_files.read(self._source(name), offset)
+
+    def write(self, name: str, offset: int, data: bytes, last: bool) -> run_files.Stamp | None:
+        """Write a chunk. The file appears, in one step, with its last chunk."""
+        return run_files.write(self._place(name), offset, data, last)
+
+    def extend(self, name: str, size: int, data: bytes) -> run_files.Stamp | None:
+        """Append to a file that had `size` bytes."""
+        with open(path := self._place(name), "ab") as file:
+            if file.tell() != size:
+                raise ValueError(f"{path.name} has {file.tell()} bytes here, not {size}")
+            file.write(data)
+        return run_files.stamp(path)
+
+    def compare(self, name: str, size: int) -> int:
+        """Return the CRC-32 of the first `size` bytes of a file."""
+        return run_files.checksum(self._place(name), size)
+
+    def remove(self, name: str) -> None:
+        """Remove a file. The marker of a checkpoint takes its folder along."""
+        if (path := self._place(name)).name != CHECKPOINT_MARKER:
+            path.unlink(missing_ok=True)
+        elif path.exists() and not remove_unread(path):
+            raise ValueError(f"{path.parent} is being read")
+
+    def log(self, name: str, data: bytes) -> None:
+        """Append lines to a log, to which several machines may write."""
+        with open(self._run_dir / LOGS_DIR / Path(name).name, "ab") as file:
+            file.write(data)
+
+    def leave(self) -> None:
+        """Say that a machine needs no more."""
 
     def _source(self, name: str) -> Path:
         """Return the path of a file that may be read. Raises ValueError for every other."""
@@ -138,18 +155,13 @@ class Hub:
             raise ValueError(f"{name!r:.200} leads out of {self._run_dir}")
         return path
 
-    def _extend(self, path: Path, size: int, data: bytes) -> run_files.Stamp | None:
-        with open(path, "ab") as file:
-            if file.tell() != size:
-                raise ValueError(f"{path.name} has {file.tell()} bytes here, not {size}")
-            file.write(data)
-        return run_files.stamp(path)
 
-    def _remove(self, path: Path) -> None:
-        if path.name != CHECKPOINT_MARKER:
-            path.unlink(missing_ok=True)
-        elif path.exists() and not remove_unread(path):
-            raise ValueError(f"{path.parent} is being read")
+_CALLED = (Hub.look, Hub.read, Hub.write, Hub.extend, Hub.compare, Hub.remove, Hub.log, Hub.leave)
+# The methods that machines may call, and the types of their arguments.
+_PARAMETERS: dict[str, Any] = {
+    method.__name__: tuple.__class_getitem__(tuple(get_type_hints(method).values())[:-1])
+    for method in _CALLED
+}
 
 
 def main() -> int:

@@ -67,16 +67,16 @@ class HubClient:
         self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
         self._socket.connect(f"tcp://{address}")
 
-    def ask(self, request: run_files.Request, answer: Any = Any) -> Any:
-        """Return the answer, decoded as the type `answer`, whenever the hub gives it.
+    def ask(self, method: str, *arguments: Any, answer: Any = Any) -> Any:
+        """Call a method of the hub; return the result, as the type `answer`, whenever it comes.
 
         Raises HubRefused, and TimeoutError at `give_up_at`.
         """
         self._number += 1
-        call = msgspec.msgpack.encode(run_files.Call(self._client, self._number, request))
+        call = run_files.Call(self._client, self._number, method, list(arguments))
         started = time.monotonic()
         while True:
-            self._socket.send(call)
+            self._socket.send(msgspec.msgpack.encode(call))
             if self._socket.poll(int(1000 * _ASK_AGAIN_S)):
                 break
             waited = time.monotonic() - started
@@ -91,7 +91,7 @@ class HubClient:
     def fetch(self, name: str, path: Path) -> Stamp | None:
         """Copy a file of the hub to `path`, and return the stamp of the copy."""
         offset = 0
-        while data := self.ask(run_files.Read(name, offset), bytes):
+        while data := self.ask("read", name, offset, answer=bytes):
             run_files.write(path, offset, data, last=False)
             offset += len(data)
         return run_files.write(path, offset, b"", last=True)
@@ -104,10 +104,10 @@ class HubClient:
             if len(data := run_files.read(path, offset, wanted)) < wanted:
                 raise FileNotFoundError(f"{path} was replaced")
             if held:
-                request = run_files.Extend(name, offset, data)
+                found = self.ask("extend", name, offset, data, answer=Stamp | None)
             else:
-                request = run_files.Write(name, offset, data, offset + len(data) >= size)
-            found = self.ask(request, Stamp | None)
+                last = offset + len(data) >= size
+                found = self.ask("write", name, offset, data, last, answer=Stamp | None)
         return found
 
 
@@ -137,7 +137,7 @@ class Mirror:
         Raises HubRefused after all others, and TimeoutError.
         """
         here = run_files.files_of(self._folder, self._part)
-        there = self.hub.ask(run_files.Look(self._part), Files)
+        there = self.hub.ask("look", self._part, answer=Files)
         names = here.keys() | there.keys() | self._equal.keys()
         before, self._seen = self._seen, {name: (here.get(name), there.get(name)) for name in names}
         changed = [name for name in names if self._seen[name] != self._equal.get(name)]
@@ -174,7 +174,7 @@ class Mirror:
         if changed_there and not held:
             here = self.hub.fetch(name, path) if there else path.unlink(missing_ok=True)
         elif here is None:
-            self.hub.ask(run_files.Remove(name))
+            self.hub.ask("remove", name)
             there = None
         elif here.size > held or not held:
             there = self.hub.send(path, name, here.size, held)
@@ -189,7 +189,7 @@ class Mirror:
         here, there = self._seen[name]
         if not here or not there or here.size < there.size:
             return False
-        theirs = self.hub.ask(run_files.Compare(name, there.size), int)
+        theirs = self.hub.ask("compare", name, there.size, answer=int)
         return theirs == run_files.checksum(self._folder / name, there.size)
 
 
@@ -208,7 +208,7 @@ class LogLines:
         added = False
         for path in self._folder.glob("*.log"):
             while data := run_files.read(path, self._sent.get(path, 0)):
-                self.hub.ask(run_files.Log(path.name, data))
+                self.hub.ask("log", path.name, data)
                 self._sent[path] = self._sent.get(path, 0) + len(data)
                 added = True
         return added
@@ -268,16 +268,16 @@ def join(address: str, folder: Path, role: str, arguments: list[str]) -> int:
         looker.hub.give_up_at = time.monotonic() + _LAST_WORDS_S
         keeper.result()
         settle(looker, _LAST_WORDS_S)
-        looker.hub.ask(run_files.Leave())
+        looker.hub.ask("leave")
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
 def open_folder(hub: HubClient, folder: Path) -> None:
     """Make `folder`, or clear it of an earlier start. Raises ValueError if it is another's."""
-    identity = hub.ask(run_files.Read(run_files.IDENTITY, 0), bytes)
+    identity = hub.ask("read", run_files.IDENTITY, 0, answer=bytes)
     own, config = folder / run_files.IDENTITY, run_files.stamp(folder / CONFIG_FILE)
-    hub_config = hub.ask(run_files.Look(Part.STATE), Files).get(CONFIG_FILE)
-    hub.ask(run_files.Leave())
+    hub_config = hub.ask("look", Part.STATE, answer=Files).get(CONFIG_FILE)
+    hub.ask("leave")
     if config and config == hub_config:
         raise ValueError(f"{folder} is the hub's own run directory: start the role there by itself")
     if not own.exists() and folder.exists() and any(folder.iterdir()):
@@ -302,14 +302,14 @@ def check(config: TrainConfig) -> None:
 def copy_model(hub: HubClient, model: Path) -> None:
     """Copy the model of the run from the hub, unless this machine has a folder of its name."""
     if not model.exists():
-        files = hub.ask(run_files.Look(Part.MODEL), Files)
+        files = hub.ask("look", Part.MODEL, answer=Files)
         gigabytes = sum(file.size for file in files.values()) / 1e9
         log.info("copying %s: %d files, %.1f GB", model, len(files), gigabytes)
         model.parent.mkdir(parents=True, exist_ok=True)
         with new_folder(model) as scratch:
             for name in files:
                 hub.fetch(name, scratch / name.removeprefix(run_files.MODEL))
-    hub.ask(run_files.Leave())
+    hub.ask("leave")
 
 
 def role_command(

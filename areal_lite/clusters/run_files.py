@@ -1,18 +1,9 @@
 """The files of a run that travel between machines without a common file system, and the messages.
 
-    request                             reply
-    Look(part)                          Files: what the run has of this part
-    Read(name, offset)                  bytes from `offset` on, at most CHUNK; b"" at the end
-    Write(name, offset, data, last)     Stamp; the file appears, in one step, with the last chunk
-    Extend(name, size, data)            Stamp, of a file that had `size` bytes
-    Compare(name, size)                 the CRC-32 of its first `size` bytes
-    Remove(name)                        Done
-    Log(name, data)                     Done; lines for a log to which several machines write
-    Leave()                             Done; this machine needs no more
-
-Each reply is a `Reply`, perhaps with an error. A client that hears nothing asks again, and the hub
-does a repeated request once. Connections are encrypted (CurveZMQ) by a key that all machines of the
-run share in the environment: the hub hears nothing of clients without it.
+A `Call` names a method of the hub (hub.py), and its `Reply` has the result, or an error. A client
+that hears nothing asks again, and the hub does a repeated call once. Connections are encrypted
+(CurveZMQ) by a key that all machines of the run share in the environment: the hub hears nothing of
+clients without it.
 
 *State* is small and passes: addresses of processes, the request to stop, the end. *Records* are
 what a trainer writes and a later one continues from: metrics, checkpoints.
@@ -83,59 +74,17 @@ class Part(StrEnum):
     MODEL = "model"
 
 
-class Look(msgspec.Struct, frozen=True, tag=str.lower):
-    part: Part
-
-
-class Read(msgspec.Struct, frozen=True, tag=str.lower):
-    name: str
-    offset: int
-
-
-class Write(msgspec.Struct, frozen=True, tag=str.lower):
-    name: str
-    offset: int
-    data: bytes
-    last: bool
-
-
-class Extend(msgspec.Struct, frozen=True, tag=str.lower):
-    name: str
-    size: int
-    data: bytes
-
-
-class Compare(msgspec.Struct, frozen=True, tag=str.lower):
-    name: str
-    size: int
-
-
-class Remove(msgspec.Struct, frozen=True, tag=str.lower):
-    name: str
-
-
-class Log(msgspec.Struct, frozen=True, tag=str.lower):
-    name: str
-    data: bytes
-
-
-class Leave(msgspec.Struct, frozen=True, tag=str.lower):
-    pass
-
-
-Request = Look | Read | Write | Extend | Compare | Remove | Log | Leave
-
-
 class Call(msgspec.Struct):
-    """One request on the wire. `client` is a random name."""
+    """A call of a method of the hub. `client` is a random name."""
 
     client: bytes
     number: int
-    request: Request
+    method: str
+    arguments: list[Any]
 
 
 class Reply(msgspec.Struct):
-    """The answer to a request; if it could not be done, `error` says why."""
+    """The result of a call; if it could not be done, `error` says why."""
 
     value: Any = None
     error: str = ""

@@ -21,7 +21,7 @@ from areal_lite.clusters.join import (
     open_folder,
     settle,
 )
-from areal_lite.clusters.run_files import Extend, Log, Look, Part, Read, Remove, Stamp, Write
+from areal_lite.clusters.run_files import Part, Stamp
 from areal_lite.config import TrainConfig, save_config
 from areal_lite.run_dir.paths import TOTALS_FILE
 from areal_lite.run_dir.resume import write_manifest
@@ -124,7 +124,7 @@ def test_a_checkpoint_that_is_read_at_the_hub_stays(served, tmp_path) -> None:
     checkpoint(served.run_dir)
     with reading(served.run_dir / MARKER):
         with pytest.raises(HubRefused, match="is being read"):
-            served.client().ask(Remove(MARKER))
+            served.client().ask("remove", MARKER)
         assert (served.run_dir / MARKER).exists()
 
 
@@ -133,10 +133,10 @@ def test_lines_are_sent_once(served, tmp_path, monkeypatch) -> None:
     sent = 0
     ask = mirror.hub.ask
 
-    def count(request, answer=None):
+    def count(method, *arguments, **options):
         nonlocal sent
-        sent += len(getattr(request, "data", b""))
-        return ask(request, answer)
+        sent += sum(len(one) for one in arguments if isinstance(one, bytes))
+        return ask(method, *arguments, **options)
 
     monkeypatch.setattr(mirror.hub, "ask", count)
     with open(tmp_path / "a/metrics.jsonl", "a", buffering=1) as file:
@@ -262,24 +262,25 @@ def test_no_other_file_is_read_or_written(served, tmp_path, name: str) -> None:
     (served.run_dir / "link").symlink_to(tmp_path)
     (tmp_path / "x").write_text("not the run's")
     client = served.client()
-    for request in (Read(name, 0), Write(name, 0, b"y", True), Extend(name, 0, b"y"), Remove(name)):
+    calls = (("read", 0), ("write", 0, b"y", True), ("extend", 0, b"y"), ("remove",))
+    for method, *arguments in calls:
         with pytest.raises(HubRefused):
-            client.ask(request)
+            client.ask(method, name, *arguments)
     assert (tmp_path / "x").read_text() == "not the run's"
-    assert "config.yaml" in client.ask(Look(Part.STATE), run_files.Files)
+    assert "config.yaml" in client.ask("look", Part.STATE, answer=run_files.Files)
 
 
 def test_a_log_is_only_a_log(served, tmp_path) -> None:
-    served.client().ask(Log("../../x.log", b"line\n"))
+    served.client().ask("log", "../../x.log", b"line\n")
     assert (served.run_dir / "logs/x.log").read_text() == "line\n"
     assert not (tmp_path / "x.log").exists()
 
 
 def test_a_repeated_request_is_done_once(served) -> None:
     client = served.client()
-    client.ask(Log("a.log", b"line\n"))
+    client.ask("log", "a.log", b"line\n")
     client._number -= 1
-    client.ask(Log("a.log", b"line\n"))
+    client.ask("log", "a.log", b"line\n")
     assert (served.run_dir / "logs/a.log").read_text() == "line\n"
 
 
@@ -289,7 +290,7 @@ def test_nobody_without_the_key_is_heard(served, monkeypatch) -> None:
     client = served.client()
     client.give_up_at = time.monotonic()
     with pytest.raises(TimeoutError, match="for the hub at"):
-        client.ask(Look(Part.STATE))
+        client.ask("look", Part.STATE)
     monkeypatch.setenv(run_files.ENV_KEY, "short")
     with pytest.raises(ValueError, match="openssl rand"):
         served.client()
@@ -303,15 +304,18 @@ def test_garbage_ends_nothing(served) -> None:
         for message in (b"", b"\xc1", b"\x93\x01\x02"):
             socket.send(message)
             assert b"malformed" in socket.recv()
-    assert served.client().ask(Look(Part.STATE), run_files.Files)
+    for wrong in (("_source", "config.yaml"), ("read", "config.yaml"), ("read", 0, "config.yaml")):
+        with pytest.raises(HubRefused, match="malformed"):
+            served.client().ask(*wrong)
+    assert served.client().ask("look", Part.STATE, answer=run_files.Files)
 
 
 def test_the_hub_ends_when_the_run_is_complete_and_all_have_left(served, tmp_path) -> None:
     client = served.client()
-    client.ask(Look(Part.STATE))
+    client.ask("look", Part.STATE)
     (served.run_dir / TOTALS_FILE).touch()
     assert not served.hub._is_over()
-    client.ask(run_files.Leave())
+    client.ask("leave")
     assert served.hub._is_over()
 
 
