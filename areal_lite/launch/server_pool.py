@@ -22,9 +22,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
@@ -235,39 +235,35 @@ class ServerPool:
         self._drained: set[str] = set()
         # When the present process of a server became ready, in seconds.
         self._ready_at: dict[str, float] = {}
-        self._failure: Exception | None = None
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop
         self._task: asyncio.Task[None]  # while the block lasts
         # One thread for the whole block: servers die with the thread that started them.
-        self._thread = threading.Thread(target=self._run, name="servers")
+        self._thread = ThreadPoolExecutor(1, "servers")
+        self._ended: Future[None] = Future()
 
     def __enter__(self) -> "ServerPool":
+        self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(self.supervise())
-        self._thread.start()
+        self._ended = self._thread.submit(self._run)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._thread.is_alive():
-            # The loop closes itself when the supervision ends just now.
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join()
+        with suppress(RuntimeError):  # the supervision has ended, and its loop is closed
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.shutdown()
 
     def _run(self) -> None:
         try:
-            self._loop.run_until_complete(self._task)
-        except asyncio.CancelledError:
-            pass
-        except Exception as error:  # `check` raises it on the caller's thread
-            self._failure = error
+            with suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(self._task)
         finally:
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
 
     def check(self) -> None:
         """Raise the error that ended the pool, if it has ended. RoleFailed: no server is left."""
-        if self._failure:
-            raise self._failure
+        if self._ended.done():
+            self._ended.result()
 
     def wait_ready(self, watch: Callable[[], None] = lambda: None) -> None:
         """Wait until each server has come up once, calling `watch` meanwhile. Raises as `check`."""

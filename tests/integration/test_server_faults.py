@@ -95,7 +95,7 @@ def test_a_server_that_dies_is_started_again_until_its_budget_is_spent(tmp_path)
         assert second.url != first.url
         os.kill(second.pid, signal.SIGKILL)
         until(lambda: "given up" in log_of(tmp_path))
-        until(lambda: not pool._thread.is_alive())
+        until(pool._ended.done)
         with pytest.raises(RoleFailed, match="no server is left"):
             pool.check()
     assert "restart 1 of 1" in log_of(tmp_path) and "status -9" in log_of(tmp_path)

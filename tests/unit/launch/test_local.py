@@ -1,6 +1,7 @@
 """The supervisor on one machine: a run without servers."""
 
 import json
+from concurrent.futures import Future
 
 import pytest
 
@@ -15,7 +16,7 @@ def pool(tmp_path) -> ServerPool:
     """Return a pool without any server left."""
     (tmp_path / "logs").mkdir()
     with ServerPool(tmp_path, {}, max_restarts=0) as pool:
-        pool._thread.join()
+        pool._thread.shutdown()
     return pool
 
 
@@ -40,7 +41,8 @@ def test_without_servers_a_run_that_has_all_its_steps_goes_on(pool, tmp_path) ->
 
 def test_a_server_that_never_came_up_always_ends_the_run(pool, tmp_path) -> None:
     trained(tmp_path, 3)
-    pool._failure = TimeoutError("no answer")
+    pool._ended = Future()
+    pool._ended.set_exception(TimeoutError("no answer"))
     with pytest.raises(TimeoutError):
         check_servers(pool, tmp_path, steps=3)
 

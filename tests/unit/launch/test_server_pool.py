@@ -55,7 +55,6 @@ def restarts(folder: Path, clock: list[float], lasts_s: list[float]) -> list[str
     processes = iter(lasts_s)
     make = {"server-0": lambda: FailingServer(clock, next(processes))}
     pool = ServerPool(folder, make, max_restarts=2)
-    pool._loop.close()
     with pytest.raises(RoleFailed, match="no server is left"):
         asyncio.run(pool.supervise())
     lines = (folder / "logs" / LOG).read_text().splitlines()
