@@ -22,12 +22,7 @@ from typing import Any, NamedTuple
 from areal_lite.clusters import ClusterConfig, SlurmConfig
 from areal_lite.launch.prepare import COMPLETE, write
 from areal_lite.launch.roles import rank_environment
-from areal_lite.run_dir.paths import (
-    CHECKPOINT_MARKER,
-    CHECKPOINTS_DIR,
-    METRICS_FILE,
-    SLURM_JOB_FILE,
-)
+from areal_lite.run_dir import paths
 from areal_lite.run_dir.resume import lock_run_dir
 from areal_lite.system.network import LOOPBACK
 
@@ -127,7 +122,7 @@ def run(config: SlurmConfig) -> int:
         )
     with lock_run_dir(folder):
         run_dir = write(config)
-    job = run_dir / SLURM_JOB_FILE
+    job = run_dir / paths.SLURM_JOB_FILE
     job.write_text(text)
     print(f"run directory: {run_dir}", file=sys.stderr)
     for _ in range(config.cluster.chain):
@@ -197,9 +192,9 @@ def _variables(config: SlurmConfig, run_dir: Path, work_dir: Path) -> dict[str, 
         "run_dir": run_dir,
         "work_dir": work_dir,
         "rank_environment": " ".join(f"{k}={shlex.quote(v)}" for k, v in environment.items()),
-        "checkpoints": CHECKPOINTS_DIR,
-        "marker": CHECKPOINT_MARKER,
-        "metrics": METRICS_FILE,
+        "checkpoints": paths.CHECKPOINTS_DIR,
+        "marker": paths.CHECKPOINT_MARKER,
+        "metrics": paths.METRICS_FILE,
         "restarts": config.restart.max,
         "complete_status": COMPLETE,
         "requeue": cluster.chain == 1,

@@ -35,16 +35,8 @@ from areal_lite.extensions import cpu_device
 from areal_lite.launch.roles import RoleFailed, interruptible, start_logged
 from areal_lite.run_dir.controller_status import TrainerPhase, read_status
 from areal_lite.run_dir.paths import LOGS_DIR, STORE_FILE, TOTALS_FILE
+from areal_lite.servers import registry
 from areal_lite.servers.client import ServerError, SGLangClient
-from areal_lite.servers.registry import (
-    UNPUSHED,
-    ServerInfo,
-    announce_server,
-    announced_servers,
-    is_announced,
-    unhealthy_reason,
-    withdraw_server,
-)
 from areal_lite.sglang_plugins import ENV_API_KEY, ENV_DEVICE, ENV_NAME, ENV_READBACK, ENV_STORE
 from areal_lite.system.files import append_log
 from areal_lite.system.gpus import (
@@ -152,9 +144,9 @@ class ServerProcess:
         self._process: subprocess.Popen | None = None
 
     @property
-    def info(self) -> ServerInfo:
+    def info(self) -> registry.ServerInfo:
         assert self._process is not None, "not started"
-        return ServerInfo(
+        return registry.ServerInfo(
             name=self.name,
             url=self.url,
             api_key=self.config.api_key,
@@ -286,7 +278,7 @@ class ServerPool:
         try:
             for ended in asyncio.as_completed(tasks):
                 await ended
-            if self._drained or announced_servers(self._run_dir):
+            if self._drained or registry.announced_servers(self._run_dir):
                 await asyncio.Event().wait()
             raise RoleFailed(f"no server is left: see {self._run_dir / LOGS_DIR / LOG}")
         finally:
@@ -322,7 +314,7 @@ class ServerPool:
         try:
             server.start()
             await server.wait_ready()
-            announce_server(self._run_dir, server.info)
+            registry.announce_server(self._run_dir, server.info)
             self._came_up.add(name)
             self._ready_at[name] = time.monotonic()
             self._log(f"{name} is ready {time.monotonic() - self._started_at:.0f} s after start")
@@ -334,7 +326,7 @@ class ServerPool:
                 raise
             return str(error)
         finally:
-            withdraw_server(self._run_dir, name)
+            registry.withdraw_server(self._run_dir, name)
             await asyncio.to_thread(server.stop, grace_s)
 
     async def _wait_for_end(self, server: ServerProcess) -> str | None:
@@ -343,13 +335,13 @@ class ServerPool:
         None: it was drained.
         """
         while (code := server.exit_code()) is None:
-            if reason := unhealthy_reason(self._run_dir, server.info):
+            if reason := registry.unhealthy_reason(self._run_dir, server.info):
                 return reason
-            if is_announced(self._run_dir, server.name, "draining"):
+            if registry.is_announced(self._run_dir, server.name, "draining"):
                 return await self._wait_until_idle(server)
-            if not is_announced(self._run_dir, server.name):
+            if not registry.is_announced(self._run_dir, server.name):
                 self._log(f"{server.name} is announced again: its announcement was removed")
-                announce_server(self._run_dir, server.info)
+                registry.announce_server(self._run_dir, server.info)
             await asyncio.sleep(_POLL_INTERVAL_S)
         return f"{server.name} {ending(code)}"
 
@@ -363,7 +355,7 @@ class ServerPool:
         await asyncio.sleep(_NOTICE_S)
         async with SGLangClient(_HEALTH_TIMEOUT_S) as client:
             with suppress(ServerError):
-                while server.exit_code() is None and not unhealthy_reason(run_dir, info):
+                while server.exit_code() is None and not registry.unhealthy_reason(run_dir, info):
                     status = read_status(run_dir)
                     pushes = status is not None and status.trainer == TrainerPhase.PUSHING
                     if not pushes and not await client.count_requests(info):
@@ -436,7 +428,7 @@ def train_pool(
 
     beside_store: whether the controller, which writes the store, is on this machine.
     """
-    first = {"weight_version": UNPUSHED}
+    first = {"weight_version": registry.UNPUSHED}
     head = {"enable_fp32_lm_head": True} if config.trainer.fp32_head else {}
     running = {}
     if resolve_device(config.server.device) == "cuda":

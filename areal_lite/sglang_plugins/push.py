@@ -39,16 +39,9 @@ from safetensors import safe_open
 
 from areal_lite import sglang_plugins
 from areal_lite.data.model_folder import weight_files
-from areal_lite.sglang_plugins import ENV_READBACK
+from areal_lite.sglang_plugins import ENV_READBACK, weight_group
 from areal_lite.sglang_plugins.load_plan import Named
 from areal_lite.sglang_plugins.prefill import compute_shared_once
-from areal_lite.sglang_plugins.weight_group import (
-    ADAPTERS,
-    GROUP_PREFIX,
-    JOIN_FAILED,
-    GroupMember,
-    connect,
-)
 
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -153,23 +146,23 @@ def _join_group(
     backend: str = "nccl",
 ) -> tuple[bool, str]:
     """Join a weight group and connect to its members. Return success and a message."""
-    if not group_name.startswith(GROUP_PREFIX):
+    if not group_name.startswith(weight_group.GROUP_PREFIX):
         where = (master_address, master_port, rank_offset, world_size)
         return original(self, *where, group_name, backend)
     rank = rank_offset + self.tp_rank
     try:
-        store = connect(master_address, master_port, _LIMIT)
-        self._model_update_group[group_name] = GroupMember(
+        store = weight_group.connect(master_address, master_port, _LIMIT)
+        self._model_update_group[group_name] = weight_group.GroupMember(
             store, backend, world=world_size, rank=rank, name=group_name, limit=_LIMIT
         )
     except Exception as error:
-        return False, f"{JOIN_FAILED} {group_name}: {error}"
+        return False, f"{weight_group.JOIN_FAILED} {group_name}: {error}"
     return True, f"joined weight group {group_name}"
 
 
 def _leave_group(original: Callable, self: Any, group_name: str) -> tuple[bool, str]:
     """Leave a weight group. It succeeds if this server has left already."""
-    if not group_name.startswith(GROUP_PREFIX):
+    if not group_name.startswith(weight_group.GROUP_PREFIX):
         return original(self, group_name)
     member = self._model_update_group.pop(group_name, None)
     if member is not None:
@@ -182,7 +175,7 @@ def _receive_weights(
 ) -> Iterable[tuple[str, Any]]:
     """Receive one flattened bucket and return its weights by name. A failure ends the group."""
     member = self._model_update_group.get(group_name)
-    if not isinstance(member, GroupMember):
+    if not isinstance(member, weight_group.GroupMember):
         return original(self, group_name=group_name, **request)
     form, *codes = request["load_format"].split(":")
     bucket = Layout(request["names"], request["dtypes"], request["shapes"])
@@ -299,7 +292,7 @@ def _adapted(updater: Any, bucket: Layout, take: Take, scale: str) -> Iterator[N
 
 formats: dict[str, Callable[..., Iterable[Named]]] = {
     "flattened_bucket": _whole,
-    ADAPTERS: _adapted,
+    weight_group.ADAPTERS: _adapted,
 }
 """By the word with which a request's `load_format` begins: how to receive a bucket's weights.
 
