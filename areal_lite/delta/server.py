@@ -12,7 +12,6 @@ is not there refuses, leaves the push, and gets whole weights.
 
 import struct
 import zlib
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -161,39 +160,37 @@ class _Plan:
 
 
 class _Place(NamedTuple):
-    """A block of the int16 of a bucket, by dimension, and the memory to which it belongs.
+    """A view of the int16 of a bucket, and of the memory to which they belong.
 
     If the parameter's dtype is wider than the bucket's `dtype`, `target` has its elements.
     """
 
     first: int
-    dimensions: list[tuple[int, int, int]]  # stride in the bucket, size, stride in `target`
-    target: torch.Tensor  # flat int16
-    target_first: int
+    stride: tuple[int, ...]
+    target: torch.Tensor
     dtype: torch.dtype
 
     @property
     def end(self) -> int:
-        return self.first + sum((size - 1) * stride for stride, size, _ in self.dimensions) + 1
+        sizes = zip(self.target.shape, self.stride, strict=True)
+        return self.first + sum((size - 1) * stride for size, stride in sizes) + 1
 
     def add(self, at: torch.Tensor, change: torch.Tensor) -> None:
-        """Add the changes. Some of them may lie between the rows of this block."""
-        rest = at - self.first
-        where = rest + self.target_first
-        if [(stride, step) for stride, _, step in self.dimensions] != [(1, 1)]:
-            inside, where = torch.ones_like(rest, dtype=torch.bool), torch.zeros_like(where)
-            for stride, size, step in self.dimensions:
-                index = rest if stride == 1 else rest.div(stride, rounding_mode="floor")
-                rest = rest - index * stride
-                where += index * step
-                inside &= (index >= 0) & (index < size)
-            inside &= rest == 0
-            where, change = where[inside] + self.target_first, change[inside]
-        if self.target.dtype is torch.int16:
-            self.target.scatter_add_(0, where, change)
+        """Add the changes. Some of them may lie between the rows of this view."""
+        where = at - self.first
+        if self.target.is_contiguous() and self.target.stride() == self.stride:
+            flat = self.target.view(-1)
+            flat[where] = self._sum(flat[where], change)
         else:
-            bits = self.target[where].to(self.dtype).view(torch.int16) + change
-            self.target[where] = bits.view(self.dtype).to(self.target.dtype)
+            changes = change.new_zeros(self.end - self.first)
+            changes[where] = change
+            changes = changes.as_strided(self.target.shape, self.stride)
+            self.target.copy_(self._sum(self.target, changes))
+
+    def _sum(self, old: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
+        if old.dtype is torch.int16:
+            return old + change
+        return (old.to(self.dtype).view(torch.int16) + change).view(self.dtype).to(old.dtype)
 
 
 def _place(source: torch.Tensor, target: torch.Tensor, start: int) -> _Place:
@@ -202,32 +199,16 @@ def _place(source: torch.Tensor, target: torch.Tensor, start: int) -> _Place:
     if source.itemsize % 2 or (wide and (source.itemsize, target.dtype) != (2, torch.float32)):
         raise LoadError(f"the server holds {target.dtype}, and gets {source.dtype}: {_REMEDY}")
     parts = source.itemsize // 2
-    steps = 1 if wide else parts
-    dimensions = [(1, parts, 1)]
-    for size, stride, step in zip(source.shape, source.stride(), target.stride(), strict=True):
-        if size > 1:
-            dimensions.append((parts * stride, size, steps * step))
-    dimensions.sort(reverse=True)
-    # No two elements of a source share an int16: each int16 then has one place, if any.
-    if any(not 0 < inner[0] * inner[1] <= outer[0] for outer, inner in pairwise(dimensions)):
-        raise LoadError(f"the server's model loads a weight twice: {_REMEDY}")
+    step = 1 if wide else parts
     memory = torch.empty(0, dtype=target.dtype if wide else torch.int16, device=target.device)
     return _Place(
         first=parts * int(source.storage_offset()) - start // 2,
-        dimensions=_merged(dimensions),
-        target=memory.set_(target.untyped_storage()),
-        target_first=steps * int(target.storage_offset()),
+        stride=(*(parts * stride for stride in source.stride()), 1),
+        target=memory.set_(
+            target.untyped_storage(),
+            step * int(target.storage_offset()),
+            (*target.shape, parts),
+            (*(step * stride for stride in target.stride()), 1),
+        ),
         dtype=source.dtype,
     )
-
-
-def _merged(dimensions: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Merge neighboring dimensions that are one run on both sides."""
-    merged = dimensions[:1]
-    for stride, size, step in dimensions[1:]:
-        outer = merged[-1]
-        if outer[0] == size * stride and outer[2] == size * step:
-            merged[-1] = stride, outer[1] * size, step
-        else:
-            merged.append((stride, size, step))
-    return merged

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.delta.server import Changes, decode, encode, link
+from areal_lite.delta.server import Changes, _Plan, decode, encode, link
 from areal_lite.sglang_plugins.load_plan import LoadError
 from areal_lite.weights.broadcast import FlatBucket, flatten
 
@@ -196,6 +196,15 @@ def _repeated(model, weights):
         getattr(model, name).data.copy_(tensor.expand(4))
 
 
+def test_a_weight_that_is_repeated_changes_in_every_place():
+    model = type("Other", (ServerModel,), {"load_weights": _repeated})()
+    bucket = flatten([("norm", torch.ones(1))])
+    plan = _Plan(model, bucket.data, split(bucket))
+    model.load_weights(split(bucket))
+    plan.add(torch.tensor([1]), torch.tensor([0x80], dtype=torch.int16))
+    assert model.norm.tolist() == [2.0] * 4
+
+
 def _narrowed(model, weights):
     ServerModel.load_weights(model, weights)
 
@@ -205,7 +214,6 @@ def _narrowed(model, weights):
     [
         (_doubled, weights(0), "computes its weights"),
         (_twice, weights(0), "loads a weight twice"),
-        (_repeated, [("norm", torch.ones(1))], "loads a weight twice"),
         (_narrowed, [("one", torch.ones(1, 1))], "holds torch.bfloat16, and gets torch.float32"),
         (_narrowed, [("q", torch.ones(4, 5))], "does not fit"),
     ],
