@@ -180,6 +180,13 @@ def _broken_routes(routes: np.ndarray, mask: np.ndarray) -> str | None:
     return None
 
 
+def shared_length(a: np.ndarray, b: np.ndarray) -> int:
+    """Return the number of tokens with which both `a` and `b`, int [n], begin."""
+    length = min(len(a), len(b))
+    different = np.flatnonzero(a[:length] != b[:length])
+    return int(different[0]) if len(different) else length
+
+
 def trace_name(sample_index: int, trace_index: int) -> str:
     """Name a trace within its group: "3", or "3.1" for trace 1 of sample 3."""
     return f"{sample_index}.{trace_index}" if trace_index else f"{sample_index}"
@@ -214,12 +221,8 @@ class Group:
         They are about the tokens that a trainer computes (areal_lite/megatron/prefixes.py).
         """
         traces = [trace.tokens for trace in self.trajectories]
-        repeated = 0
-        for before, tokens in itertools.pairwise(traces):
-            length = min(len(before), len(tokens))
-            different = before[:length] != tokens[:length]
-            repeated += int(different.argmax()) if different.any() else length
-        return sum(map(len, traces)) - repeated
+        repeated = itertools.starmap(shared_length, itertools.pairwise(traces))
+        return sum(map(len, traces)) - sum(repeated)
 
     @property
     def rewards(self) -> list[float]:

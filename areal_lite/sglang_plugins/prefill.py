@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from areal_lite.trajectory import shared_length
+
 _LEAST = 32
 """Tokens that waiting must save: the threshold of SGLang's own policy."""
 _WINDOW = 256
@@ -91,10 +93,3 @@ def _cached(request: Any, most: int, tree_cache: Any) -> int:
 
 def _tokens(request: Any) -> np.ndarray:
     return np.frombuffer(request.origin_input_ids + request.output_ids, np.int64)
-
-
-def shared_length(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the number of tokens with which both `a` and `b`, int64, begin."""
-    length = min(len(a), len(b))
-    different = np.flatnonzero(a[:length] != b[:length])
-    return int(different[0]) if len(different) else length
