@@ -31,14 +31,14 @@ from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
-from scipy.optimize import least_squares
+from scipy.optimize import brentq, least_squares
 
 from areal_lite.config import TrainerConfig, load_config
 from areal_lite.data.model_folder import num_experts
 from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.tools.commands import SimulateConfig
-from areal_lite.tools.report.run_data import read_columns
+from areal_lite.tools.report.run_data import Columns, read_columns
 from areal_lite.tools.simulate.decoding import ServerSpeed
 
 _NORMAL = NormalDist()
@@ -65,12 +65,10 @@ class LogNormalLengths:
 
     @cached_property
     def location(self) -> float:
-        """Return the mean of the logarithm before the cut, by bisection."""
-        low, high = math.log(self.mean) - self.spread**2 - 1, math.log(self.longest) + 20
-        for _ in range(100):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self._cut_mean(middle) < self.mean else (low, middle)
-        return low
+        """Return the mean of the logarithm before the cut."""
+        low = math.log(self.mean) - self.spread**2 - 1
+        high = math.log(self.longest) + 20 * (1 + self.spread)
+        return brentq(lambda location: self._cut_mean(location) - self.mean, low, high)
 
     def _cut_mean(self, location: float) -> float:
         """Return E[min(X, longest)] of a log-normal X."""
@@ -300,9 +298,7 @@ def measured_workload(run_dir: Path, warm_up: int, steps: int) -> Workload:
     of_groups = np.split(columns.sampled[late], np.flatnonzero(np.diff(columns.group[late])) + 1)
     return Workload(
         lengths=RecordedLengths(of_groups),
-        server=fit_server(
-            columns.server, columns.started, columns.finished, columns.sampled, fitted=late
-        ),
+        server=fit_server(columns, fitted=late),
         trainer=_trainer_speed(records, prompt_tokens, config.trainer.data_parallel),
         prompt_tokens=round(prompt_tokens),
         warm_up=warm_up,
@@ -310,19 +306,13 @@ def measured_workload(run_dir: Path, warm_up: int, steps: int) -> Workload:
     )
 
 
-def fit_server(
-    server: np.ndarray,
-    started: np.ndarray,
-    finished: np.ndarray,
-    tokens: np.ndarray,
-    fitted: np.ndarray,
-) -> ServerSpeed:
-    """Fit the speed of the servers to the trajectories in `fitted`; all were in flight with them.
+def fit_server(columns: Columns, fitted: np.ndarray) -> ServerSpeed:
+    """Fit the speed of the servers to the trajectories in `fitted`, bool [n].
 
-    Each argument has a value for each of n trajectories: its server, when it started and finished
-    in seconds, its sampled tokens, and whether it is fitted.
+    All n were in flight with them.
     """
-    owns = [server == name for name in np.unique(server)]
+    started, finished, tokens = columns.started, columns.finished, columns.sampled
+    owns = [columns.server == name for name in np.unique(columns.server)]
     speed = _FIRST_GUESS
     for _ in range(_ROUNDS):
         begins = [_begins(started[own], speed[2]) for own in owns]

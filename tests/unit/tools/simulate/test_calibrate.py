@@ -1,10 +1,13 @@
 """Calibration: a run directory that a known model made gives that model back."""
 
 import math
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 
+from areal_lite.tools.report.run_data import Columns
 from areal_lite.tools.simulate.decoding import DecodingServer, Generation, ServerSpeed
 from areal_lite.tools.simulate.workload import _trainer_speed, fit_server
 
@@ -12,7 +15,11 @@ RNG = np.random.default_rng(0)
 
 
 Rows = dict[str, np.ndarray]
-"""The arguments of `fit_server`."""
+"""The columns of trajectories, and which of them are fitted."""
+
+
+def fit(rows: Rows) -> ServerSpeed:
+    return fit_server(cast(Columns, SimpleNamespace(**rows)), rows["fitted"])
 
 
 def made_up(step_s: float, per_sequence_s: float, count: int = 400) -> Rows:
@@ -33,12 +40,12 @@ def made_up(step_s: float, per_sequence_s: float, count: int = 400) -> Rows:
 
 def rows_of(tokens: np.ndarray, started: np.ndarray, finished: np.ndarray) -> Rows:
     """Return trajectories of one server, all of which are fitted."""
-    rows = {"tokens": tokens, "started": started, "finished": finished}
+    rows = {"sampled": tokens, "started": started, "finished": finished}
     return rows | {"server": np.zeros(len(tokens), int), "fitted": np.ones(len(tokens), bool)}
 
 
 def test_the_time_of_a_step_is_found() -> None:
-    speed = fit_server(**made_up(0.01, 0.0004))
+    speed = fit(made_up(0.01, 0.0004))
     assert speed.step_s == pytest.approx(0.01, rel=0.02)
     assert speed.per_sequence_s == pytest.approx(0.0004, rel=0.02)
 
@@ -46,7 +53,7 @@ def test_the_time_of_a_step_is_found() -> None:
 def test_each_server_has_a_load_of_its_own() -> None:
     few, many = made_up(0.01, 0.0004, count=100), made_up(0.01, 0.0004)
     many["server"] += 1
-    speed = fit_server(**{key: np.concatenate([few[key], many[key]]) for key in few})
+    speed = fit({key: np.concatenate([few[key], many[key]]) for key in few})
     assert speed.step_s == pytest.approx(0.01, rel=0.02)
     assert speed.per_sequence_s == pytest.approx(0.0004, rel=0.02)
 
@@ -80,7 +87,7 @@ def modelled(speed: ServerSpeed, bursts: int, size: int) -> Rows:
 @pytest.mark.parametrize("size", [1, 30])
 def test_the_work_of_the_host_for_a_request_is_found(size: int) -> None:
     speed = ServerSpeed(step_s=0.003, per_sequence_s=5e-5, request_s=0.002)
-    found = fit_server(**modelled(speed, bursts=1500 // size, size=size))
+    found = fit(modelled(speed, bursts=1500 // size, size=size))
     assert found.step_s == pytest.approx(speed.step_s, rel=1e-3)
     assert found.per_sequence_s == pytest.approx(speed.per_sequence_s, rel=1e-3)
     assert found.request_s == pytest.approx(speed.request_s, rel=1e-3)
@@ -88,7 +95,7 @@ def test_the_work_of_the_host_for_a_request_is_found(size: int) -> None:
 
 def test_equal_lengths_give_a_speed() -> None:
     started = np.arange(50) * 1.0
-    speed = fit_server(**rows_of(np.full(50, 100), started, started + 0.5))
+    speed = fit(rows_of(np.full(50, 100), started, started + 0.5))
     total = 100 * speed.steps_s(1, 1, 0) + speed.request_s
     assert total == pytest.approx(0.5, rel=0.01) and speed.steps_s(1, 1, 0) > 0
 
@@ -97,7 +104,7 @@ def test_only_the_chosen_trajectories_are_fitted() -> None:
     rows = made_up(0.01, 0.0004)
     rows["finished"][rows["started"] < 30] += 5  # they would mislead a fit
     late = rows | {"fitted": rows["started"] >= 60}
-    assert fit_server(**late).step_s == pytest.approx(0.01, rel=0.1)
+    assert fit(late).step_s == pytest.approx(0.01, rel=0.1)
 
 
 def test_the_parts_of_a_step_are_averaged() -> None:
