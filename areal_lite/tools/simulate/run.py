@@ -36,7 +36,7 @@ from areal_lite.tools.simulate.stand_ins import (
     SimulatedServers,
     run_virtual,
 )
-from areal_lite.tools.simulate.workload import Loss, TrainerSpeed, Workload
+from areal_lite.tools.simulate.workload import Loss, Workload
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trainer.cadence import is_pushed
 from areal_lite.trajectory import InterruptMode
@@ -65,8 +65,7 @@ class SimulatedTrainer:
     config: TrainConfig
     controller: Controller
     servers: SimulatedServers
-    speed: TrainerSpeed
-    grain: int
+    work: Workload
     records: list[StepRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -88,8 +87,8 @@ class SimulatedTrainer:
                 f"step {step} gets no batch within a day: are servers left, and do they keep up?"
             ) from None
         pulled = self._loop.time()
-        grain = self.grain
-        train_s = self.speed.step_s([shard.lengths * grain for shard in shards])
+        grain = self.work.grain
+        train_s = self.work.trainer.step_s([shard.lengths * grain for shard in shards])
         await asyncio.sleep(train_s)
         trained = self._loop.time()
         await self._push_if_due(step + 1)
@@ -127,12 +126,12 @@ class SimulatedTrainer:
     async def _push(self, version: int) -> None:
         """Push the weights of `version` to the servers that the controller names."""
         targets = await self.controller.begin_push(version)
-        await asyncio.sleep(self.speed.prepare_s)
+        await asyncio.sleep(self.work.trainer.prepare_s)
         mode = self.config.rollout.interrupt
         self.servers.pause(
             targets.servers, InterruptMode.RETRACT if mode == InterruptMode.NONE else mode
         )
-        await asyncio.sleep(self.speed.pause_s)
+        await asyncio.sleep(self.work.trainer.pause_s)
         failed = self.servers.resume(targets.servers, version)
         await self.controller.pushed(version, failed)
 
@@ -182,7 +181,7 @@ async def _simulate(config: TrainConfig, work: Workload, ledger: Ledger) -> Outc
         ),
     )
     controller = _controller(config, work, servers, ledger)
-    trainer = SimulatedTrainer(config, controller, servers, work.trainer, work.grain)
+    trainer = SimulatedTrainer(config, controller, servers, work)
     generation = asyncio.create_task(controller.run())
     try:
         await _unless_ended(generation, trainer.train(work.warm_up))
@@ -222,14 +221,7 @@ def _controller(
         tokenizer=cast(Tokenizer, NoTokenizer()),
         store=cast(StoreThread, ledger),
         clock=asyncio.get_running_loop().time,
-        workflow=SimulatedEpisodes(
-            lengths=work.lengths,
-            seed=config.seed,
-            group_size=config.rollout.group_size,
-            grain=work.grain,
-            uniform_share=work.uniform_share,
-            reward_s=work.reward_s,
-        ),
+        workflow=SimulatedEpisodes(work, config.seed, config.rollout.group_size),
     )
     client = cast(SGLangClient, servers)
     controller = Controller(config, dependencies, client, servers.announced)

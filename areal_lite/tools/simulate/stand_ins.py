@@ -30,7 +30,7 @@ from areal_lite.run_dir.store import Store
 from areal_lite.servers.client import GenerationChunk, SamplingParams, ServerUnreachable
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.tools.simulate.decoding import DecodingServer, Generation, ServerSpeed, Usage
-from areal_lite.tools.simulate.workload import Lengths
+from areal_lite.tools.simulate.workload import Workload
 from areal_lite.trajectory import FinishReason, Group, GroupState, Trajectory
 
 T = TypeVar("T")
@@ -130,16 +130,13 @@ class Ledger(Store):
         super().finish(replace(group, trajectories=[]), (), reason, now, state)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class SimulatedEpisodes:
     """Plays episodes whose lengths are drawn."""
 
-    lengths: Lengths  # draws the lengths of a group, in tokens
+    work: Workload
     seed: int  # of the lengths and of the rewards
     group_size: int  # samples of a prompt
-    grain: int  # tokens that a simulated token stands for
-    uniform_share: float = 0.0  # share of the prompts whose answers all get the same reward
-    reward_s: float = 0.0  # seconds until a completion has its reward
     # Lengths that were drawn for a group; its last sample removes them.
     _drawn: dict[int, np.ndarray] = field(default_factory=dict, init=False)
 
@@ -150,8 +147,8 @@ class SimulatedEpisodes:
         await transcript.sample(max_new_tokens=length)
         if length < episode.params.max_new_tokens:
             transcript.finish_reason = FinishReason.STOP
-        if self.reward_s:
-            await asyncio.sleep(self.reward_s)
+        if self.work.reward_s:
+            await asyncio.sleep(self.work.reward_s)
         return transcript.trajectory(self._reward(episode))
 
     def _length(self, episode: Episode) -> int:
@@ -159,18 +156,18 @@ class SimulatedEpisodes:
         group, sample = episode.group_id, episode.sample_index
         if group not in self._drawn:
             prompt = int(episode.prompt.prompt_id)
-            self._drawn[group] = self.lengths.group(self.seed, prompt, self.group_size)
+            self._drawn[group] = self.work.lengths.group(self.seed, prompt, self.group_size)
         drawn = self._drawn[group]
         if sample == self.group_size - 1:
             del self._drawn[group]
-        tokens = round(int(drawn[sample]) / self.grain)
+        tokens = round(int(drawn[sample]) / self.work.grain)
         return min(max(1, tokens), episode.params.max_new_tokens)
 
     def _reward(self, episode: Episode) -> float:
         """Return 1 for every sample of a uniform prompt, else 0 and 1 in turns."""
         key = f"{self.seed} {episode.prompt.prompt_id}".encode()
         draw = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") / 2**32
-        return 1.0 if draw < self.uniform_share else float(episode.sample_index % 2)
+        return 1.0 if draw < self.work.uniform_share else float(episode.sample_index % 2)
 
 
 @dataclass(frozen=True, kw_only=True)
