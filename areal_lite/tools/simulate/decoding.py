@@ -25,7 +25,6 @@
 No clock and no I/O: `advance` is given the time.
 """
 
-import heapq
 import math
 from collections import deque
 from dataclasses import astuple, dataclass, field
@@ -112,14 +111,11 @@ class DecodingServer:
         self.paused = False
         self.usage = Usage()
         self.waiting: deque[Generation] = deque()
-        # In the order in which they began.
-        self.running: dict[Generation, None] = {}
+        # In the order in which they began, with the count of steps at which each ends.
+        self.running: dict[Generation, float] = {}
         # Tokens in the cache, of running requests.
         self.context = 0.0
         self._steps = 0.0
-        # (step at which it ends, number, request); entries of requests that left are skipped.
-        self._ends: list[tuple[float, int, Generation]] = []
-        self._begun = 0
         self._prefill_s = 0.0
 
     def add(self, request: Generation) -> None:
@@ -215,20 +211,13 @@ class DecodingServer:
 
     def _steps_to_end(self) -> float:
         """Return the steps until the first running request ends."""
-        while self._ends[0][2] not in self.running or self._stale(self._ends[0]):
-            heapq.heappop(self._ends)
-        return max(0.0, self._ends[0][0] - self._steps)
-
-    def _stale(self, entry: tuple[float, int, Generation]) -> bool:
-        """Return whether a request was preempted, and runs again, since `entry` was made."""
-        end, _, request = entry
-        return end != request.begun_at + request.target - request.done
+        return max(0.0, min(self.running.values()) - self._steps)
 
     def _finish(self) -> list[Generation]:
         """Take the requests that have all their tokens off the server."""
         finished = []
         while self.running and self._steps_to_end() <= _EPSILON:
-            request = heapq.heappop(self._ends)[2]
+            request = min(self.running, key=self.running.__getitem__)
             self._leave(request)
             finished.append(request)
         if finished:
@@ -246,11 +235,8 @@ class DecodingServer:
             self.waiting.popleft()
             self._prefill_s += speed.request_s + request.prefill * speed.prefill_s
             request.begun_at = self._steps
-            self.running[request] = None
+            self.running[request] = self._steps + request.target - request.done
             self.context += held
-            self._begun += 1
-            end = request.begun_at + request.target - request.done
-            heapq.heappush(self._ends, (end, self._begun, request))
 
     def _leave(self, request: Generation) -> None:
         """Take a running request off the batch, and record the tokens that it got."""
