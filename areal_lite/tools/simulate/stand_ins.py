@@ -217,7 +217,6 @@ class _Slot:
     model: DecodingServer
     answers: dict[Generation, asyncio.Future[None]] = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None
-    settling: bool = False
 
 
 class SimulatedServers:
@@ -264,16 +263,15 @@ class SimulatedServers:
             len(input_ids), params.max_new_tokens, begun, slot.model.version
         )
         slot.model.add(request)
-        self._settle_soon(slot)
-        answer = self._loop.create_future()
-        slot.answers[request] = answer
+        answer = slot.answers[request] = self._loop.create_future()
+        self._settle(slot)
         try:
             await answer
         except asyncio.CancelledError:
             if slot.answers.pop(request, None) and self._slots.get(server) is slot:
                 self._advance(slot)
                 slot.model.remove(request)
-                self._settle_soon(slot)
+                self._settle(slot)
             raise
         if rest := request.done % self._requests.grain:
             self._begun[completion] = rest
@@ -305,7 +303,7 @@ class SimulatedServers:
             self._advance(slot)
             for request in slot.model.pause(mode):
                 self._answer(slot, request)
-            self._settle_soon(slot)
+            self._settle(slot)
 
     def resume(self, servers: Iterable[ServerInfo], version: int) -> list[str]:
         """Continue with the weights of `version`; return the names of servers that are gone."""
@@ -313,7 +311,7 @@ class SimulatedServers:
         for slot in self._up(servers):
             self._advance(slot)
             slot.model.resume(version)
-            self._settle_soon(slot)
+            self._settle(slot)
         return [server.name for server in servers if server not in self._slots]
 
     def lose(self, count: int) -> list[ServerInfo]:
@@ -359,20 +357,10 @@ class SimulatedServers:
         if answer and not answer.done():
             answer.set_result(None)
 
-    def _settle_soon(self, slot: _Slot) -> None:
-        """Set the timer of a server once all that happens now has happened."""
-        if not slot.settling:
-            slot.settling = True
-            self._loop.call_soon(self._settle, slot)
-
     def _settle(self, slot: _Slot) -> None:
-        slot.settling = False
+        """Pass the time until now on a server, and set the timer of its next event."""
+        self._advance(slot)
         if slot.timer:
             slot.timer.cancel()
-            slot.timer = None
-        if self._slots.get(slot.info) is slot and (event := slot.model.next_event()) is not None:
-            slot.timer = self._loop.call_at(event, self._on_event, slot)
-
-    def _on_event(self, slot: _Slot) -> None:
-        self._advance(slot)
-        self._settle(slot)
+        event = slot.model.next_event() if self._slots.get(slot.info) is slot else None
+        slot.timer = None if event is None else self._loop.call_at(event, self._settle, slot)
