@@ -244,7 +244,8 @@ def join(address: str, folder: Path, role: str, arguments: list[str]) -> int:
     open_folder(HubClient(address), folder)
     parts = (Part.STATE, Part.RECORDS) if role == "trainer" else (Part.STATE,)
     mirrors = [Mirror(HubClient(address), folder, part) for part in parts]
-    lookers = [*mirrors, LogLines(HubClient(address), folder)]
+    # In the order in which they leave: a hub ends without those that it has never heard.
+    lookers = [LogLines(HubClient(address), folder), *mirrors]
     for mirror in mirrors:
         settle(mirror)
     config = load_config(folder)
