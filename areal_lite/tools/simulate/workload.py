@@ -31,7 +31,7 @@ from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
-from scipy.optimize import brentq, least_squares
+from scipy.optimize import least_squares, root_scalar
 
 from areal_lite.config import TrainerConfig, load_config
 from areal_lite.data.model_folder import num_experts
@@ -68,7 +68,7 @@ class LogNormalLengths:
         """Return the mean of the logarithm before the cut."""
         low = math.log(self.mean) - self.spread**2 - 1
         high = math.log(self.longest) + 20 * (1 + self.spread)
-        return brentq(lambda location: self._cut_mean(location) - self.mean, low, high)
+        return root_scalar(lambda x: self._cut_mean(x) - self.mean, bracket=(low, high)).root
 
     def _cut_mean(self, location: float) -> float:
         """Return E[min(X, longest)] of a log-normal X."""
