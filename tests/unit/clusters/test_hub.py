@@ -319,6 +319,20 @@ def test_the_hub_ends_when_the_run_is_complete_and_all_have_left(served, tmp_pat
     assert served.hub._is_over()
 
 
+def test_a_role_without_logs_leaves_a_hub_that_ends_with_it(served, tmp_path, monkeypatch) -> None:
+    def role(*_: object) -> tuple[list[str], dict[str, str]]:
+        (served.run_dir / TOTALS_FILE).touch()
+        return ["true"], {}
+
+    monkeypatch.setattr(join.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(join, "role_command", role)
+    monkeypatch.setattr(join, "_LAST_WORDS_S", 3.0)
+    monkeypatch.setattr(join, "_ASK_AGAIN_S", 0.5)
+    assert join.join(served.address, tmp_path / "a", "servers", ["0", "1"]) == 0
+    served.thread.join(10)
+    assert not served.thread.is_alive()
+
+
 def test_a_full_disk_at_the_hub_delays_a_file(served, tmp_path, monkeypatch) -> None:
     mirror = served.mirror(tmp_path / "a")
     write_atomically(tmp_path / "a/profile/x", b"1")
