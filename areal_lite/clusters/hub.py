@@ -159,7 +159,7 @@ class Hub:
 _CALLED = (Hub.look, Hub.read, Hub.write, Hub.extend, Hub.compare, Hub.remove, Hub.log, Hub.leave)
 # The methods that machines may call, and the types of their arguments.
 _PARAMETERS: dict[str, Any] = {
-    method.__name__: tuple.__class_getitem__(tuple(get_type_hints(method).values())[:-1])
+    method.__name__: tuple[*list(get_type_hints(method).values())[:-1]]
     for method in _CALLED
 }
 
