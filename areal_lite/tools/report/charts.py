@@ -5,7 +5,7 @@ series is {name, style, x, y} with style `line`, `faint`, `points` or `bound`; a
 `labels` and one list of `values`.
 
 The script is ours, as a page has 200 kB. Libraries whose wheels have their script inside add 1.3 MB
-(bokeh) or 4.8 MB (plotly), and would replace 180 of its lines: lanes, timeline and rollouts stay.
+(bokeh) or 4.8 MB (plotly), and would replace 180 of its lines: timeline and rollouts stay.
 """
 
 import math
@@ -124,6 +124,24 @@ LINES = (
         "norm",
         (("grad_norm", "gradient norm"),),
         "The size of the update. Single peaks are clipped; a steady rise is a warning.",
+    ),
+    Line(
+        "step_time",
+        "What the trainer does in a step",
+        "seconds",
+        (("wait_s", "waits for a batch"), ("train_s", "trains"), ("push_s", "pushes weights")),
+        "A trainer that waits long has too few or too slow servers. One that never waits holds the "
+        "servers back, unless few groups are in the queue.",
+        optional=True,
+    ),
+    Line(
+        "queue",
+        "Groups in the queue",
+        "groups",
+        (("queue_depth", "left after a batch was taken"),),
+        "Finished groups that wait for the trainer. Their tokens get staler meanwhile. At 0 each "
+        "batch waits for its last group.",
+        optional=True,
     ),
 )
 

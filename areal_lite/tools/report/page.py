@@ -17,7 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -27,7 +26,7 @@ from areal_lite.run_dir.metrics import read_events
 from areal_lite.run_dir.paths import PAGE_FILE, STORE_FILE
 from areal_lite.run_dir.store_format import NOT_KEPT
 from areal_lite.system.files import to_plain, write_atomically
-from areal_lite.tools.formatting import duration, short
+from areal_lite.tools.formatting import short
 from areal_lite.tools.report.charts import (
     LINES,
     learning_charts,
@@ -39,11 +38,11 @@ from areal_lite.tools.report.charts import (
 from areal_lite.tools.report.rollouts import CHOICE, choose_groups, read_groups, token_decoder
 from areal_lite.tools.report.run_data import RunData, read_run
 from areal_lite.tools.report.summary import FACTS, count_facts, difference_rows, fact_rows, headline
-from areal_lite.tools.report.timeline import build_lanes, build_windows, time_edges
+from areal_lite.tools.report.timeline import build_windows, time_edges
 from areal_lite.trajectory import GroupState
 
 _FOLDER = Path(__file__).with_name("assets")
-_SCRIPTS = ("dom.js", "charts.js", "lanes.js", "timeline.js", "rollouts.js", "page.js")
+_SCRIPTS = ("dom.js", "charts.js", "timeline.js", "rollouts.js", "page.js")
 # Steps that the table of steps has, at most.
 _TABLE_STEPS = 200
 _COLUMNS = {
@@ -71,10 +70,16 @@ _FIGURES = {
     "wait_share": "trainer waited",
     "pause_s_mean": "pause per push",
 }
-
-
+# By the id of a section, its heading and the ids of its charts. All others are about learning.
+_SECTIONS = {
+    "staleness": (
+        "Off-policy data and the update",
+        {"staleness", "staleness_histogram", "behave_kl", "ess", "clip", "grad_norm"},
+    ),
+    "speed": ("Speed", {"throughput", "in_flight", "step_time", "queue"}),
+}
 # Variables of page.html.j2 that a page may leave out.
-_OPTIONAL = ("follow", "runs", "figures", "lanes", "timeline", "rollouts", "config")
+_OPTIONAL = ("follow", "runs", "figures", "timeline", "rollouts", "config")
 _REWARD_NOTE = "The running mean of the mean reward of each step. It should rise."
 # Chosen for each run, because its folder has them or because they say nothing.
 _OWN_KEYS = ("run_dir", "model")
@@ -93,15 +98,8 @@ def run_page(run_dir: Path, follow: bool = False) -> str:
     facts = count_facts(run)
     edges = time_edges(run.columns, run.metrics)
     charts = learning_charts(run.metrics, run.evals, run.staleness_bound, run.columns)
-    sections = _sections(charts)
-    lanes, bin_width = None, ""
     if edges is not None:
-        speed = speed_charts(run.columns, run.metrics, edges)
-        sections.append({"id": "speed", "title": "Speed", "charts": speed})
-        charts += speed
-        lanes = lane_data(run, edges)
-        width = lanes["seconds"] / lanes["bins"]
-        bin_width = f"{width:.2g} seconds" if width < 100 else f"{duration(width)} minutes"
+        charts += speed_charts(run.columns, run.metrics, edges)
     windows = build_windows(run.columns, run.metrics)
     texts = {fact.key: text for fact, (_, text) in zip(FACTS, fact_rows(facts))}
     groups = rollout_sample(run)
@@ -111,14 +109,13 @@ def run_page(run_dir: Path, follow: bool = False) -> str:
         f" {NOT_KEPT.capitalize()}: {removed:,} groups." if removed else ""
     )
     return render(
-        {"charts": {chart["id"]: chart for chart in charts}, "lanes": lanes, "windows": windows},
+        {"charts": {chart["id"]: chart for chart in charts}, "windows": windows},
         groups,
         kind="areal_lite run",
         title=run.name,
         headline=headline(facts, run.steps_planned, run.ended),
         figures=[(name, texts[key]) for key, name in _FIGURES.items() if facts[key] is not None],
-        sections=sections,
-        lanes=lanes and {"totals": lanes["totals"], "bin": bin_width},
+        sections=_sections(charts),
         timeline=bool(windows),
         rollouts=rollouts if len(run.columns) else "",
         tables=[_table("final", "Final numbers", fact_rows(facts)), _step_table(run)],
@@ -158,14 +155,13 @@ def render(data: Mapping[str, Any], heavy: Sequence[Any], **context: Any) -> str
 
 
 def _sections(charts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put the charts over steps under two headings."""
-    off_policy = ("staleness", "staleness_histogram", "behave_kl", "ess", "clip", "grad_norm")
-    learning = [chart for chart in charts if chart["id"] not in off_policy]
-    update = [chart for chart in charts if chart["id"] in off_policy]
-    return [
-        {"id": "learning", "title": "Learning", "charts": learning},
-        {"id": "staleness", "title": "Off-policy data and the update", "charts": update},
+    """Put the charts under headings, without headings that have none."""
+    others = {chart["id"] for chart in charts}.difference(*(ids for _, ids in _SECTIONS.values()))
+    sections = [
+        {"id": id, "title": title, "charts": [chart for chart in charts if chart["id"] in ids]}
+        for id, (title, ids) in {"learning": ("Learning", others), **_SECTIONS}.items()
     ]
+    return [section for section in sections if section["charts"]]
 
 
 def _table(id: str, title: str, rows: Any, head: Any = (), folded: bool = False) -> dict[str, Any]:
@@ -219,23 +215,6 @@ def rollout_sample(run: RunData) -> list[dict[str, Any]]:
     return list(read_groups(store, groups, prox, decode, run.staleness_bound))
 
 
-def lane_data(run: RunData, edges: np.ndarray) -> dict[str, Any]:
-    """Return the utilization lanes for the page: shares per bin, and over the whole run."""
-    lanes = build_lanes(run.columns, run.metrics, run.batch_groups, edges)
-    return {
-        "bins": len(edges) - 1,
-        "seconds": float(edges[-1] - edges[0]),
-        "lanes": [
-            {"name": name, "shares": {state: s.round(3).tolist() for state, s in shares.items()}}
-            for name, shares in lanes.items()
-        ],
-        "totals": [
-            (name, [(state, f"{s.mean():.1%}") for state, s in shares.items() if s.any()])
-            for name, shares in lanes.items()
-        ],
-    }
-
-
 def compare_page(run_dirs: Sequence[Path]) -> str:
     """Return the page of several runs; the others are compared with the first.
 
@@ -250,7 +229,7 @@ def compare_page(run_dirs: Sequence[Path]) -> str:
     for name in names[1:]:
         head += [name, f"{name} − {names[0]}"]
     return render(
-        {"charts": {chart["id"]: chart for chart in charts}, "lanes": None, "windows": []},
+        {"charts": {chart["id"]: chart for chart in charts}, "windows": []},
         [],
         kind="areal_lite comparison",
         title=" and ".join(names),

@@ -41,10 +41,6 @@ class RunData:
         return None if replays else value_of(self.config, "buffer.max_staleness")
 
     @property
-    def batch_groups(self) -> int:
-        return value_of(self.config, "trainer.batch_groups") or 1
-
-    @property
     def steps_planned(self) -> int | None:
         return value_of(self.config, "trainer.steps")
 

@@ -1,4 +1,4 @@
-"""When each part of a run did what: spans of time, utilization lanes, windows of requests.
+"""When each part of a run did what: spans of time, rates, windows of requests.
 
 Pure functions of the trajectories and of the lines of metrics.jsonl. Times are wall-clock seconds
 unless a docstring says otherwise.
@@ -7,13 +7,12 @@ unless a docstring says otherwise.
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from areal_lite.tools.report.run_data import Columns, Metrics
-from areal_lite.trajectory import GroupState
 
 Spans = tuple[np.ndarray, np.ndarray]
 """Starts and ends of spans of time, float64 [k] each."""
@@ -47,24 +46,6 @@ def mean_open(
         return at * total[passed] - moment[passed]
 
     return np.diff(ramps(starts) - ramps(ends)) / np.diff(edges)
-
-
-def merge(starts: np.ndarray, ends: np.ndarray) -> Spans:
-    """Return the union of spans as disjoint spans in order, without empty ones."""
-    some = ends > starts
-    starts, ends = starts[some], ends[some]
-    if not len(starts):
-        return starts, ends
-    order = np.argsort(starts, kind="stable")
-    starts, reach = starts[order], np.maximum.accumulate(ends[order])
-    opens = np.concatenate(([True], starts[1:] > reach[:-1]))
-    closes = np.concatenate((opens[1:], [True]))
-    return starts[opens], reach[closes]
-
-
-def covered(spans: Spans, edges: np.ndarray) -> np.ndarray:
-    """Return the share of each bin that disjoint spans cover, float64 [len(edges) - 1]."""
-    return mean_open(*spans, edges) if len(spans[0]) else np.zeros(len(edges) - 1)
 
 
 def pushes_of(metrics: Metrics) -> Pauses:
@@ -101,34 +82,6 @@ def downtime_s(metrics: Metrics) -> float:
     return sum(max(gap, 0.0) for gap in gaps)
 
 
-def queue_spans(columns: Columns, metrics: Metrics, batch: int, end: float) -> dict[str, Spans]:
-    """Return when a whole batch was queued, and when the controller lacked groups for one.
-
-    A group is queued from its end until the trainer takes its batch, or until `end`. `batch` is the
-    number of groups of a batch.
-    """
-    groups = columns.groups
-    taken = {m["step"] - 1: at for m, at in zip(metrics, trainer_spans(metrics)["trains"][0])}
-    queued = groups.are(GroupState.USED) | groups.are(GroupState.FINISHED)
-    joins = groups.finished[queued]
-    leaves = np.array([taken.get(step, end) for step in groups.step[queued].tolist()])
-    # A clock of another process may say that a group left before it came.
-    times = np.concatenate((joins, np.maximum(joins, leaves)))
-    order = np.argsort(times, kind="stable")
-    depth = np.cumsum(np.repeat([1, -1], [len(joins), len(joins)])[order])
-    times = times[order]
-    ready = depth >= batch
-    until = np.append(times[1:], end)
-    begin = float(groups.admitted.min()) if len(groups.ids) else end
-    lacks = np.concatenate(([begin], times[~ready])), np.concatenate((times[:1], until[~ready]))
-    if not len(times):
-        lacks = (np.array([begin]), np.array([end]))
-    return {
-        "a batch waits for the trainer": merge(times[ready], until[ready]),
-        "waits for trajectories": merge(*lacks),
-    }
-
-
 def time_edges(columns: Columns, metrics: Metrics, bins: int = BINS) -> np.ndarray | None:
     """Return the edges of equal bins over the run; None before it."""
     if len(columns):
@@ -140,48 +93,6 @@ def time_edges(columns: Columns, metrics: Metrics, bins: int = BINS) -> np.ndarr
     if metrics:
         end = max(end, metrics[-1]["logged_at"])
     return np.linspace(begin, end, bins + 1) if end > begin else None
-
-
-def build_lanes(
-    columns: Columns, metrics: Metrics, batch: int, edges: np.ndarray
-) -> dict[str, dict[str, np.ndarray]]:
-    """Return by lane and state the share of each bin, float64 [len(edges) - 1].
-
-    Shares of a lane sum to 1. `batch` is the number of groups of a batch.
-    """
-    queue = queue_spans(columns, metrics, batch, float(edges[-1]))
-    at, seconds = np.array([*pushes_of(metrics).values()], np.float64).reshape(-1, 2).T
-    paused = (at, at + seconds)
-    servers = {
-        name: _filled(_server_shares(columns, index, paused, edges), "waits for work")
-        for index, name in enumerate(columns.servers)
-    }
-    return {
-        "trainer": _filled(_shares(trainer_spans(metrics), edges), "does something else"),
-        **servers,
-        "controller": _filled(_shares(queue, edges), "has not started"),
-    }
-
-
-def _shares(spans: Mapping[str, Spans], edges: np.ndarray) -> dict[str, np.ndarray]:
-    return {state: covered(own, edges) for state, own in spans.items()}
-
-
-def _server_shares(
-    columns: Columns, index: int, paused: Spans, edges: np.ndarray
-) -> dict[str, np.ndarray]:
-    """Return the shares of time in which a server generated, and in which a push paused it."""
-    own = columns.server == index
-    busy = merge(columns.started[own], columns.finished[own])
-    either = merge(np.concatenate((busy[0], paused[0])), np.concatenate((busy[1], paused[1])))
-    pause = covered(merge(*paused), edges)
-    return {"generates": covered(either, edges) - pause, "is paused for a push": pause}
-
-
-def _filled(states: dict[str, np.ndarray], rest: str) -> dict[str, np.ndarray]:
-    """Give the state `rest` what the shares leave of each bin."""
-    shares = {state: np.clip(share, 0.0, 1.0) for state, share in states.items()}
-    return {**shares, rest: np.clip(1.0 - np.sum(list(shares.values()), axis=0), 0.0, 1.0)}
 
 
 def requests_open(columns: Columns, edges: np.ndarray) -> dict[str, np.ndarray]:

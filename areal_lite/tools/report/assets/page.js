@@ -8,8 +8,6 @@ async function draw(page) {
   const data = JSON.parse(page.getElementById("data").textContent);
   for (const figure of document.querySelectorAll("[data-chart]"))
     drawChart(figure.querySelector(".plot"), data.charts[figure.dataset.chart]);
-  const laneBox = document.querySelector("[data-lanes]");
-  if (laneBox && data.lanes) drawLanes(laneBox, data.lanes);
   if (timelineBox && data.windows.length) drawTimeline(timelineBox, data.windows, (group, sample) => browser.open(group, sample));
   if (browser) browser.set(await readHeavy(page.getElementById("heavy")));
 }
