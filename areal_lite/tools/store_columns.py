@@ -1,7 +1,7 @@
 """The trajectory store as columns, and what proves that it is whole: for reports and the audit."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -11,35 +11,17 @@ import numpy as np
 
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store_format import ADMISSION, TOKENS, TRACE, WITH_ROUTES, checksum
-from areal_lite.trajectory import GroupState
+from areal_lite.trajectory import GroupState, trace_name
 
 # Rows that are read at once into columns.
 _ROWS = 8192
-_STATES = list(GroupState)
+_Rows = Sequence[Sequence[Any]]
 
-# The columns of a Table that the store has: how it writes them, and the dtype.
-_COLUMNS = {
-    "group": ("t.group_id", np.int64),
-    "sample": ("t.sample_index", np.int32),
-    "trace": ("t.trace_index", np.int32),
-    "step": ("coalesce(g.step, -1)", np.int64),
-    "reward": ("t.reward", np.float64),
-    "truncated": ("t.finish_reason = 'length'", np.bool_),
-    "prompt": ("t.n_prompt", np.int32),
-    "tokens": ("t.n_tokens", np.int32),
-    "oldest": ("coalesce(t.min_version, -1)", np.int32),
-    "newest": ("coalesce(t.max_version, -1)", np.int32),
-    "num_segments": ("t.num_segments", np.int32),
-    "started": ("t.started_at", np.float64),
-    "finished": ("t.finished_at", np.float64),
-    "server": ("t.server", np.str_),
-}
 _EACH = """trajectories t LEFT JOIN groups g USING (group_id)
            ORDER BY t.group_id, t.sample_index, t.trace_index"""
 _DRAWN = """draws g JOIN trajectories t USING (group_id, sample_index)
             ORDER BY g.step, g.draw, g.position, t.trace_index"""
 _SEGMENTS = msgspec.json.Decoder(list[list[tuple[int, int, int]]])
-
 
 GROUP_FAULTS = {
     "groups with more episodes than were asked for": """
@@ -62,60 +44,75 @@ DRAW_FAULTS = {
 }
 
 
+def _stored(column: str, dtype: Any) -> Any:
+    """Make a field that the store has: how SQL reads it, and the dtype of its array."""
+    return field(metadata={"column": column, "dtype": dtype})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """The table of groups as columns, n of them, in the order of admission."""
+    """The table of groups as columns, in the order of admission. -1 stands for none."""
 
-    ids: np.ndarray  # int64 [n], as the others up to `kept`
-    prompt: np.ndarray  # its index
-    drawn: np.ndarray
-    size: np.ndarray
-    state: np.ndarray  # its place in GroupState; see `are`
-    trajectories: np.ndarray  # -1 without any
-    step: np.ndarray  # from 0; -1 without one
-    kept: np.ndarray  # bytes of the tokens of its trajectories; -1 without any
-    reason: np.ndarray  # bool [n], whether there is one
-    admitted: np.ndarray  # float64 [n], wall-clock seconds
-    finished: np.ndarray  # the same, NaN before
-    damaged: np.ndarray  # bool [n], admissions that their checksum contradicts
+    ids: np.ndarray = _stored("group_id", np.int64)
+    prompt: np.ndarray = _stored("prompt_index", np.int64)
+    drawn: np.ndarray = _stored("drawn", np.int64)
+    size: np.ndarray = _stored("size", np.int64)
+    state: np.ndarray = _stored("state", np.str_)
+    trajectories: np.ndarray = _stored("coalesce(num_trajectories, -1)", np.int64)
+    step: np.ndarray = _stored("coalesce(step, -1)", np.int64)  # from 0
+    kept: np.ndarray = _stored("coalesce(kept_bytes, -1)", np.int64)  # of its tokens
+    has_reason: np.ndarray = _stored("reason IS NOT NULL", np.bool_)
+    # wall-clock seconds, NaN before
+    admitted: np.ndarray = _stored("admitted_at", np.float64)
+    finished: np.ndarray = _stored("finished_at", np.float64)
+    # admissions that their checksum contradicts
+    damaged: np.ndarray = _stored(f"checksum_of({', '.join(ADMISSION)}) != checksum", np.bool_)
 
     def are(self, state: GroupState) -> np.ndarray:
         """Tell which groups are in `state`, bool [n]."""
-        return self.state == _STATES.index(state)
+        return self.state == state.value
 
     def number(self, state: GroupState) -> int:
         """Return the number of groups in `state`."""
         return int(np.count_nonzero(self.are(state)))
 
+    @property
+    def without_tokens(self) -> int:
+        """Count the used groups whose tokens the store has removed."""
+        return int((self.are(GroupState.USED) & (self.kept <= 0)).sum())
+
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
-    """Trajectories as columns, n of them with s segments, by group, sample and trace index."""
+class Columns:
+    """Trajectories as columns, n of them with s segments, by group, sample and trace index.
 
-    # group, sample, trace: int64 or int32 [n], group id, sample index and trace index
-    group: np.ndarray
-    sample: np.ndarray
-    trace: np.ndarray
-    step: np.ndarray  # int64 [n], the training step that used it, from 0; -1 for none
-    reward: np.ndarray  # float64 [n], NaN without one
-    truncated: np.ndarray  # bool [n]
-    # prompt, tokens: int32 [n], tokens of the prompt and of everything
-    prompt: np.ndarray
-    tokens: np.ndarray
-    # oldest, newest: int32 [n], the weight versions of its first and last segment, or -1
-    oldest: np.ndarray
-    newest: np.ndarray
-    num_segments: np.ndarray  # int32 [n]
-    # started, finished: float64 [n], wall-clock seconds
-    started: np.ndarray
-    finished: np.ndarray
-    server: np.ndarray  # int64 [n], index into `servers`
+    -1 stands for none.
+    """
+
+    group: np.ndarray = _stored("t.group_id", np.int64)
+    sample: np.ndarray = _stored("t.sample_index", np.int32)
+    trace: np.ndarray = _stored("t.trace_index", np.int32)
+    step: np.ndarray = _stored("coalesce(g.step, -1)", np.int64)  # that used it, from 0
+    reward: np.ndarray = _stored("t.reward", np.float64)  # NaN without one
+    truncated: np.ndarray = _stored("t.finish_reason = 'length'", np.bool_)
+    # tokens of the prompt, and of everything
+    prompt: np.ndarray = _stored("t.n_prompt", np.int32)
+    tokens: np.ndarray = _stored("t.n_tokens", np.int32)
+    # weight versions of its first and last segment
+    oldest: np.ndarray = _stored("coalesce(t.min_version, -1)", np.int32)
+    newest: np.ndarray = _stored("coalesce(t.max_version, -1)", np.int32)
+    num_segments: np.ndarray = _stored("t.num_segments", np.int32)
+    # wall-clock seconds
+    started: np.ndarray = _stored("t.started_at", np.float64)
+    finished: np.ndarray = _stored("t.finished_at", np.float64)
+    server: np.ndarray = _stored("t.server", np.str_)  # here int64, an index into `servers`
     servers: list[str]  # names, "servers" where the server is unknown
     owner: np.ndarray  # int64 [s], the trajectory of each segment, an index below n
     # version, start, end: int64 [s], weight version and tokens of the segments, in order
     version: np.ndarray
     start: np.ndarray
     end: np.ndarray
+    groups: Groups
 
     def __len__(self) -> int:
         return len(self.group)
@@ -130,51 +127,60 @@ class Table:
         """Return the sampled tokens of each trajectory, int64 [n]."""
         return np.bincount(self.owner, self.length, len(self)).astype(np.int64)
 
+    @property
+    def kept(self) -> np.ndarray:
+        """Return whether the store has the tokens of each trajectory, bool [n]."""
+        return self.groups.kept[np.searchsorted(self.groups.ids, self.group)] > 0
 
-def to_groups(rows: Iterable[Sequence[Any]] = ()) -> Groups:
-    """Return the columns of rows that `RunReader.group_table` has selected."""
-    flat = (value for row in rows for value in _numbers(row))
-    table = np.fromiter(flat, np.float64).reshape(-1, 12).T
-    columns = dict(zip((field.name for field in fields(Groups)), table))
-    for name in columns:
-        if name not in ("admitted", "finished"):
-            dtype = bool if name in ("reason", "damaged") else np.int64
-            columns[name] = columns[name].astype(dtype)
-    return Groups(**columns)
+    def name(self, trajectory: int) -> str:
+        """Return the name of a trajectory in its group."""
+        return trace_name(int(self.sample[trajectory]), int(self.trace[trajectory]))
 
-
-def _numbers(row: Sequence[Any]) -> tuple[float, ...]:
-    """Return the columns of Groups for a row of the table."""
-    *admission, expected, state, trajectories, step, kept, reason, finished = row
-    group_id, _, index, drawn, size, admitted = admission
-    damaged = checksum(admission) != expected
-    place, ended = _STATES.index(GroupState(state)), np.nan if finished is None else finished
-    counts = (trajectories, step, kept)
-    return (group_id, index, drawn, size, place, *counts, reason, admitted, ended, damaged)
+    def segments(self, trajectory: int) -> list[tuple[int, int]]:
+        """Return (version, tokens) of each segment of a trajectory."""
+        first, last = np.searchsorted(self.owner, [trajectory, trajectory + 1])
+        return list(zip(self.version[first:last].tolist(), self.length[first:last].tolist()))
 
 
-def to_table(chunks: Iterable[Sequence[Sequence[Any]]] = ()) -> Table:
-    """Return the columns of rows, given in chunks: values of _COLUMNS, then segments as JSON."""
-    parts = [_part(rows) for rows in chain([[]], chunks)]
-    firsts = np.cumsum([0, *(len(part["group"]) for part in parts)])
-    for first, part in zip(firsts, parts):
-        part["owner"] += first
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+def to_columns(groups: Iterable[_Rows] = (), trajectories: Iterable[_Rows] = ()) -> Columns:
+    """Return the columns of rows, which come in chunks.
+
+    A row has the stored fields of Groups, or of Columns and its segments as JSON.
+    """
+    columns = _joined(map(_with_segments, chain([[]], trajectories)))
+    columns["owner"] = np.repeat(np.arange(len(columns["group"])), columns["owner"])
     servers, columns["server"] = np.unique(columns["server"], return_inverse=True)
-    return Table(**columns, servers=[name or "servers" for name in servers.tolist()])
+    return Columns(
+        **columns,
+        servers=[name or "servers" for name in servers.tolist()],
+        groups=Groups(**_joined(_arrays(Groups, rows) for rows in chain([[]], groups))),
+    )
 
 
-def _part(rows: Sequence[Sequence[Any]]) -> dict[str, np.ndarray]:
-    *values, segments = zip(*rows) if rows else [()] * (len(_COLUMNS) + 1)
-    found: list[Any] = _SEGMENTS.decode(f"[{','.join(segments)}]")
-    lengths = np.array([len(own) for own in found], np.int64)
+def _with_segments(rows: _Rows) -> dict[str, np.ndarray]:
+    """Return the columns of trajectories. `owner` has the number of segments of each."""
+    found: list[Any] = _SEGMENTS.decode(f"[{','.join(row[-1] for row in rows)}]")
     flat = np.array([part for own in found for part in own], np.int64).reshape(-1, 3)
-    columns = zip(_COLUMNS.items(), values, strict=True)
     return {
-        **{name: np.array(column, dtype) for (name, (_, dtype)), column in columns},
-        "owner": np.repeat(np.arange(len(lengths)), lengths),
+        **_arrays(Columns, rows),
+        "owner": np.array([len(own) for own in found], np.int64),
         **dict(zip(("version", "start", "end"), flat.T)),
     }
+
+
+def _stored_fields(table: type) -> list[Field]:
+    return [one for one in fields(table) if one.metadata]
+
+
+def _arrays(table: type, rows: _Rows) -> dict[str, np.ndarray]:
+    columns = _stored_fields(table)
+    values = zip(*rows) if rows else [()] * len(columns)
+    return {one.name: np.array(own, one.metadata["dtype"]) for one, own in zip(columns, values)}
+
+
+def _joined(parts: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    first, *others = parts
+    return {name: np.concatenate([first[name], *(o[name] for o in others)]) for name in first}
 
 
 class ColumnReader(RunReader):
@@ -189,25 +195,22 @@ class ColumnReader(RunReader):
         """Yield each trajectory with its routes, packed, as `check_sums` and `from_row` take it."""
         yield from self._rows(f"SELECT {WITH_ROUTES} FROM trajectories {TOKENS} ORDER BY {TRACE}")
 
-    def group_table(self) -> Groups:
-        """Return all groups as columns, about 100 bytes each."""
-        query = (
-            f"SELECT {', '.join(ADMISSION)}, checksum, state, coalesce(num_trajectories, -1), "
-            "coalesce(step, -1), coalesce(kept_bytes, -1), reason IS NOT NULL, finished_at "
-            "FROM groups ORDER BY group_id"
-        )
-        return to_groups(self._query(query))
-
-    def table(self, drawn: bool = False) -> Table:
-        """Return all trajectories as columns.
+    def columns(self, drawn: bool = False) -> Columns:
+        """Return all groups and trajectories as columns, about 100 and 150 bytes each.
 
         With `drawn`: each draw of a trajectory from a replay buffer, in order, with its `step`.
         """
-        columns = ", ".join(column for column, _ in _COLUMNS.values())
-        source = _DRAWN if drawn else _EACH
+        self._db.create_function("checksum_of", len(ADMISSION), lambda *row: checksum(row))
+        groups = self._chunks(Groups, "groups ORDER BY group_id")
+        trajectories = self._chunks(Columns, _DRAWN if drawn else _EACH, ", t.segments")
+        return to_columns(groups, trajectories)
+
+    def _chunks(self, table: type, source: str, more: str = "") -> Iterator[_Rows]:
+        """Yield the stored fields of a table, and `more` columns, many rows at once."""
+        names = ", ".join(one.metadata["column"] for one in _stored_fields(table))
         with self._explained():
-            cursor = self._db.execute(f"SELECT {columns}, t.segments FROM {source}")
-            return to_table(iter(lambda: cursor.fetchmany(_ROWS), []))
+            cursor = self._db.execute(f"SELECT {names}{more} FROM {source}")
+            yield from iter(lambda: cursor.fetchmany(_ROWS), [])
 
     def solved_shares(self) -> Iterator[tuple[int, float]]:
         """Yield the prompt index of each group, and its share of positive rewards."""

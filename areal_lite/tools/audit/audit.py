@@ -47,7 +47,7 @@ from areal_lite.tools.audit.store import (
 )
 from areal_lite.tools.commands import AuditConfig, existing_run
 from areal_lite.tools.formatting import counted
-from areal_lite.tools.store_columns import ColumnReader, Groups, Table
+from areal_lite.tools.store_columns import ColumnReader, Columns, Groups
 from areal_lite.trajectory import GroupState
 
 # A sum of float64 in another order.
@@ -64,7 +64,7 @@ class StepSums:
     between the starts of a run, so each of `bounds` has sums of its own.
     """
 
-    def __init__(self, records: Records, table: Table, steps: int):
+    def __init__(self, records: Records, table: Columns, steps: int):
         """Take the trajectories, and the number of completed steps."""
         used = table.step >= 0
         episode = np.cumsum(table.trace == 0)  # of each trajectory
@@ -320,17 +320,17 @@ def audit(run_dir: Path, tokens: bool = False) -> list[Check]:
 
 
 def _checks_of_store(records: Records, store: ColumnReader, tokens: bool) -> list[Check]:
-    groups = store.group_table()
-    table = trained = store.table()
+    table = trained = store.columns()
+    groups = table.groups
     newest = groups.step.max(initial=-1)
     if records.replays:
-        trained = store.table(drawn=True)
+        trained = store.columns(drawn=True)
         newest = max(store.draw_counts(), default=-1)
     sums = StepSums(records, trained, int(newest) + 1)
     return [
-        check_groups(groups, table, records, store),
+        check_groups(table, records, store),
         check_prompts(groups, records, store),
-        *check_trajectories(table, groups),
+        *check_trajectories(table),
         *([check_rows(store)] if tokens else []),
         check_use(groups, records, store),
         sums.check(records),

@@ -16,7 +16,7 @@ from areal_lite.run_dir.store_format import NOT_KEPT, check_sums, from_row
 from areal_lite.system.files import read_json
 from areal_lite.tools.audit.records import Check, Records, Settings, some
 from areal_lite.tools.formatting import counted
-from areal_lite.tools.store_columns import DRAW_FAULTS, GROUP_FAULTS, ColumnReader, Groups, Table
+from areal_lite.tools.store_columns import DRAW_FAULTS, GROUP_FAULTS, ColumnReader, Columns, Groups
 from areal_lite.trajectory import GroupState, trace_name
 
 _NONE = -1
@@ -25,8 +25,9 @@ _NONE = -1
 _COMMIT_S = 60.0
 
 
-def check_groups(groups: Groups, table: Table, records: Records, store: ColumnReader) -> Check:
+def check_groups(table: Columns, records: Records, store: ColumnReader) -> Check:
     """Check ids, states and trajectories."""
+    groups = table.groups
     states = ", ".join(
         f"{groups.number(state):,} {state.value.replace('_', ' ')}" for state in GroupState
     )
@@ -40,12 +41,13 @@ def check_groups(groups: Groups, table: Table, records: Records, store: ColumnRe
     flying, dropped = groups.are(GroupState.IN_FLIGHT), groups.are(GroupState.DROPPED)
     used, filtered = groups.are(GroupState.USED), groups.are(GroupState.FILTERED)
     has_trajectories = used | filtered | groups.are(GroupState.FINISHED)
+    none_may(~np.isin(groups.state, list(GroupState)), "groups in a state that does not exist")
     none_may(groups.damaged, "groups whose admission its checksum contradicts")
     none_may(used & (groups.step < 0), "used groups without a step")
     # The batch of the present step is assigned, and not yet used.
     assigned = groups.are(GroupState.FINISHED) & (groups.step > groups.step[used].max(initial=-1))
     none_may(~used & ~assigned & (groups.step >= 0), "groups with a step that are not used")
-    none_may((dropped | filtered) & ~groups.reason, "groups left out without a reason")
+    none_may((dropped | filtered) & ~groups.has_reason, "groups left out without a reason")
     none_may(np.isnan(groups.finished) != flying, "groups whose end and state do not agree")
     none_may(has_trajectories & (groups.trajectories < 1), "finished groups without trajectories")
     for fault, ids in store.faulty(GROUP_FAULTS):
@@ -237,7 +239,7 @@ def _lost(
     return (pending > 0) & (last_drop + _COMMIT_S < newest)
 
 
-def check_trajectories(table: Table, groups: Groups) -> list[Check]:
+def check_trajectories(table: Columns) -> list[Check]:
     """Check each trajectory by itself, and that no two groups have the same one."""
     check = Check(
         name="versions",
@@ -247,12 +249,12 @@ def check_trajectories(table: Table, groups: Groups) -> list[Check]:
     for what, wrong in _violations(table).items():
         columns = (column[wrong] for column in (table.group, table.sample, table.trace))
         check.none_of([f"{group}/{trace_name(*trace)}" for group, *trace in zip(*columns)], what)
-    orphans = np.setdiff1d(table.group, groups.ids).tolist()
+    orphans = np.setdiff1d(table.group, table.groups.ids).tolist()
     check.none_of(orphans, "trajectories of groups that have no row")
     return [check, _check_copies(table)]
 
 
-def _check_copies(table: Table) -> Check:
+def _check_copies(table: Columns) -> Check:
     used = table.step >= 0
     # Two trajectories never start and end at the same times, to a part of a microsecond.
     lives, groups = (table.started + 1j * table.finished)[used], table.group[used]
@@ -271,7 +273,7 @@ def _check_copies(table: Table) -> Check:
     return check
 
 
-def _violations(table: Table) -> dict[str, np.ndarray]:
+def _violations(table: Columns) -> dict[str, np.ndarray]:
     """Map each fault that occurs to the trajectories that have it, bool [n]."""
     n = len(table)
     next_to = table.owner[1:] == table.owner[:-1]

@@ -104,7 +104,7 @@ def run_page(run_dir: Path, follow: bool = False) -> str:
     texts = {fact.key: text for fact, (_, text) in zip(FACTS, fact_rows(facts))}
     groups = rollout_sample(run)
     used = run.columns.groups.number(GroupState.USED)
-    removed = run.columns.groups_without_tokens
+    removed = run.columns.groups.without_tokens
     rollouts = f"{len(groups)} of the {used:,} groups that were trained on. {CHOICE}" + (
         f" {NOT_KEPT.capitalize()}: {removed:,} groups." if removed else ""
     )

@@ -6,14 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from areal_lite.config import stored_settings, value_of, without_secrets
 from areal_lite.run_dir.metrics import read_events, read_metrics
 from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE, SUMMARY_FILE
 from areal_lite.tools.commands import existing_run
-from areal_lite.tools.store_columns import ColumnReader, Groups, Table, to_groups, to_table
-from areal_lite.trajectory import GroupState, trace_name
+from areal_lite.tools.store_columns import ColumnReader, Columns, to_columns
 
 Metrics = Sequence[Mapping[str, Any]]
 """Lines of metrics.jsonl or evals.jsonl, in the order in which they were written."""
@@ -27,7 +24,7 @@ class RunData:
     metrics: list[dict[str, Any]]
     evals: list[dict[str, Any]]
     config: dict[str, Any]
-    columns: "Columns"
+    columns: Columns
     ended: bool
 
     @property
@@ -68,44 +65,17 @@ def read_run_config(run_dir: Path) -> dict[str, Any]:
     return without_secrets(stored_settings(run_dir))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Columns(Table):
-    """The trajectories of a store, and their groups."""
-
-    groups: Groups
-
-    @property
-    def kept(self) -> np.ndarray:
-        """Return whether the store has the tokens of each trajectory, bool [n]."""
-        return self.groups.kept[np.searchsorted(self.groups.ids, self.group)] > 0
-
-    @property
-    def groups_without_tokens(self) -> int:
-        """Count the used groups whose tokens the store has removed."""
-        return int((self.groups.are(GroupState.USED) & (self.groups.kept <= 0)).sum())
-
-    def name(self, trajectory: int) -> str:
-        """Return the name of a trajectory in its group."""
-        return trace_name(int(self.sample[trajectory]), int(self.trace[trajectory]))
-
-    def segments(self, trajectory: int) -> list[tuple[int, int]]:
-        """Return (version, tokens) of each segment of a trajectory."""
-        first, last = np.searchsorted(self.owner, [trajectory, trajectory + 1])
-        return list(zip(self.version[first:last].tolist(), self.length[first:last].tolist()))
-
-
 def read_columns(path: Path) -> Columns:
     """Read the columns of the store at `path`, in one pass over each table.
 
     Without a store there are no trajectories: a run with debug=train_only has none. Raises
     ValueError for a store that cannot be read.
     """
-    groups, table = to_groups(), to_table()
-    if path.exists():
-        with closing(ColumnReader(path)) as reader:
-            reader.snapshot()
-            groups, table = reader.group_table(), reader.table()
-    return Columns(**vars(table), groups=groups)
+    if not path.exists():
+        return to_columns()
+    with closing(ColumnReader(path)) as reader:
+        reader.snapshot()
+        return reader.columns()
 
 
 def source_names(metrics: Metrics) -> list[str]:

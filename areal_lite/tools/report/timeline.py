@@ -35,17 +35,11 @@ def mean_open(
     """
     weights = np.broadcast_to(np.asarray(weights, np.float64), starts.shape)
     at = edges - edges[0]  # small numbers keep the sums exact
-
-    def ramps(corners: np.ndarray) -> np.ndarray:
-        """Sum weight x seconds since the corner, over the corners that have passed."""
-        order = np.argsort(corners, kind="stable")
-        corners, w = corners[order] - edges[0], weights[order]
-        passed = np.searchsorted(corners, at)
-        total = np.concatenate(([0.0], np.cumsum(w)))
-        moment = np.concatenate(([0.0], np.cumsum(w * corners)))
-        return at * total[passed] - moment[passed]
-
-    return np.diff(ramps(starts) - ramps(ends)) / np.diff(edges)
+    times = np.concatenate((edges[:1], starts, ends)) - edges[0]
+    order = np.argsort(times, kind="stable")
+    open_weight = np.cumsum(np.concatenate(([0.0], weights, -weights))[order])
+    lasted = np.concatenate(([0.0], np.cumsum(open_weight[:-1] * np.diff(times[order]))))
+    return np.diff(np.interp(at, times[order], lasted)) / np.diff(edges)
 
 
 def pushes_of(metrics: Metrics) -> Pauses:
