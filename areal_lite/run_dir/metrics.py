@@ -9,7 +9,6 @@ writer (a resumed run) cuts it off. JSON has no NaN: numbers that are not finite
 import json
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -17,7 +16,7 @@ from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol, TextIO
+from typing import Any, BinaryIO, Protocol, TextIO
 
 from areal_lite.config import LoggerConfig
 from areal_lite.extensions import TRACKERS, load, load_object, names
@@ -45,7 +44,9 @@ STEP_KEYS = (
 """Keys that every training step reports. The trainer may add more."""
 
 _AXES = {"metrics": "step", "evals": "version"}
-_LONGEST_LINE = 1 << 28  # bytes
+# bytes
+_LONGEST_LINE = 1 << 28
+_END_BYTES = 1 << 13  # that are read at first for the newest lines
 _FINISH_TIMEOUT_S = 120.0
 
 
@@ -195,9 +196,7 @@ def read_events(run_dir: Path, name: str, newest: int | None = None) -> list[dic
     if not (path := _log_file(run_dir, name)).exists():
         return []
     with open_regular(path) as file:
-        lines = iter(lambda: file.readline(_LONGEST_LINE), b"")
-        # After the last newline comes nothing, or an incomplete line.
-        complete = deque(takewhile(lambda line: line.endswith(b"\n"), lines), newest)
+        complete = _complete_lines(file) if newest is None else _newest_lines(file, newest)
     try:
         records = [json.loads(line) for line in complete]
     except (ValueError, RecursionError) as error:
@@ -206,6 +205,26 @@ def read_events(run_dir: Path, name: str, newest: int | None = None) -> list[dic
     if not all(isinstance(r, dict) and (not axis or isinstance(r.get(axis), int)) for r in records):
         raise ValueError(f"{path} has a line without an integer {axis}: remove it")
     return records
+
+
+def _complete_lines(file: BinaryIO) -> list[bytes]:
+    lines = iter(lambda: file.readline(_LONGEST_LINE), b"")
+    # After the last newline comes nothing, or an incomplete line.
+    return list(takewhile(lambda line: line.endswith(b"\n"), lines))
+
+
+def _newest_lines(file: BinaryIO, number: int) -> list[bytes]:
+    """Return the last complete lines. The file may be long, so only its end is read."""
+    start = end = file.seek(0, os.SEEK_END)
+    lines: list[bytes] = []
+    # The first line may lack its beginning, and the last one is empty or incomplete.
+    while start > 0 and len(lines) < number + 2:
+        if end - start > _LONGEST_LINE:
+            raise ValueError(f"{file.name} has a line that is too long: remove it")
+        start = max(0, 2 * start - end - _END_BYTES)
+        file.seek(start)
+        lines = file.read(end - start).split(b"\n")
+    return lines[:-1][-number:]
 
 
 class EventFollower:

@@ -14,7 +14,6 @@ binds to loopback unless another host is named. Connections are few, and end aft
 
 import argparse
 import json
-import os
 import re
 import socket
 import sys
@@ -33,17 +32,15 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from areal_lite.config import stored_settings, value_of
+from areal_lite.run_dir.metrics import read_events
 from areal_lite.run_dir.paths import CONFIG_FILE, SUMMARY_FILE
 from areal_lite.servers.registry import announced_servers, announcements
-from areal_lite.system.files import open_regular
 from areal_lite.system.network import LOOPBACK, NODE, listen_address
 from areal_lite.system.processes import visible
 from areal_lite.tools.metric_table import MEANINGS
 
 _MAX_CONNECTIONS = 32
 _MAX_CONNECTION_S = 10.0
-_TAIL_BYTES = 8192  # read at once from the end of a log: a few lines
-_LONGEST_LINE = 1 << 24  # bytes
 FACTS = {
     "seconds_since_step": "seconds since the newest training step was logged",
     "steps_planned": "trainer.steps",
@@ -76,8 +73,8 @@ def _gauges(run_dir: Path, now: float) -> dict[str, tuple[float, str]]:
 
     Two keys can yield the same name. The first one counts: Prometheus would refuse both.
     """
-    step = _readable(run_dir, _newest_step)
-    evaluation = _readable(run_dir, partial(newest_event, name="evals"))
+    step = _readable(run_dir, partial(_newest, name="metrics"))
+    evaluation = _readable(run_dir, partial(_newest, name="evals"))
     settings = _readable(run_dir, _settings)
     servers = announced_servers(run_dir)
     facts = {
@@ -103,37 +100,12 @@ def _gauges(run_dir: Path, now: float) -> dict[str, tuple[float, str]]:
     return gauges
 
 
-def _newest_step(run_dir: Path) -> dict[str, Any]:
-    step = newest_event(run_dir, "metrics")
-    if step and not isinstance(step.get("logged_at"), (int, float)):
+def _newest(run_dir: Path, name: str) -> dict[str, Any]:
+    """Return the last record of `<run_dir>/<name>.jsonl`; {} without one."""
+    (record,) = read_events(run_dir, name, newest=1) or [{}]
+    if name == "metrics" and record and not isinstance(record.get("logged_at"), (int, float)):
         raise ValueError("the newest step lacks logged_at")
-    return step
-
-
-def newest_event(run_dir: Path, name: str) -> dict[str, Any]:
-    """Read the object in the last complete line of `<run_dir>/<name>.jsonl`; {} without one.
-
-    Only the end of the file is read. Raises ValueError if the line has no object.
-    """
-    try:
-        file = open_regular(run_dir / f"{name}.jsonl")
-    except FileNotFoundError:
-        return {}
-    with file:
-        start = end = file.seek(0, os.SEEK_END)
-        # The first line may lack its beginning. After the last newline comes an empty line, or one
-        # that is incomplete.
-        lines: list[bytes] = []
-        while len(lines) < 3 and start > 0:
-            if end - start > _LONGEST_LINE:
-                raise ValueError(f"the newest line of {name}.jsonl is too long")
-            start = max(0, 2 * start - end - _TAIL_BYTES)
-            file.seek(start)
-            lines = file.read(end - start).split(b"\n")
-    event = json.loads(lines[-2]) if len(lines) > 1 else {}
-    if not isinstance(event, dict):
-        raise ValueError(f"the newest line of {name}.jsonl is not an object")
-    return event
+    return record
 
 
 def _settings(run_dir: Path) -> dict[str, Any]:

@@ -149,3 +149,31 @@ def test_a_follower_reads_each_line_once_and_only_when_it_is_complete(tmp_path):
         assert follower.read() == []
         file.write('ion": 2}\nno JSON\n[3]\n\xff\n{"version": 4}\n')
     assert follower.read() == [{"version": 2}, {"version": 4}]
+
+
+@pytest.mark.parametrize("length", [1, 2_000, 5_000, 8_191, 8_192, 20_000])
+def test_the_newest_events_are_the_last_of_all_events(tmp_path, length):
+    """The length of a line relative to the size of a read does not matter."""
+    path = tmp_path / "events.jsonl"
+    lines = [json.dumps({"number": n, "text": "x" * length}) + "\n" for n in range(4)]
+    for text in (
+        "",
+        lines[0][:-1],
+        *("".join(lines[:n]) for n in range(1, 5)),
+        "".join(lines)[:-1],
+        "".join(lines) + "{",
+    ):
+        path.write_text(text)
+        for number in (1, 2, 9):
+            newest = read_events(tmp_path, "events", number)
+            assert newest == read_events(tmp_path, "events")[-number:]
+    assert read_events(tmp_path, "nothing", 1) == []
+
+
+def test_only_the_end_of_a_long_file_is_read(tmp_path):
+    with open(tmp_path / "metrics.jsonl", "wb") as file:
+        # A hole: the whole file would not fit in memory.
+        file.truncate(2**40)
+        file.seek(0, 2)
+        file.write(b'\n{"step": 1}\n{"step": 2}\n')
+    assert read_metrics(tmp_path, 1) == [{"step": 2}]

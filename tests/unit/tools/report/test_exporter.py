@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from areal_lite.config import LoggerConfig, save_config
-from areal_lite.run_dir.metrics import MetricsLog, read_events, read_metrics
+from areal_lite.run_dir.metrics import MetricsLog, read_metrics
 from areal_lite.servers.registry import ServerInfo, announce_server
 from areal_lite.system.files import write_json
-from areal_lite.tools.report.exporter import FACTS, RunCollector, exporter, newest_event, targets
+from areal_lite.tools.report.exporter import FACTS, RunCollector, exporter, targets
 from tests.unit.tools.report.synthetic_run import T0, config_of, hand_made, step_record
 
 NOW = T0 + 100
@@ -130,32 +130,6 @@ def test_several_runs_side_by_side(tmp_path):
         str(tmp_path / "a"): 5,
         str(tmp_path / "b"): 9,
     }
-
-
-@pytest.mark.parametrize("length", [1, 2_000, 5_000, 8_191, 8_192, 20_000])
-def test_the_newest_event_is_the_last_of_all_events(tmp_path, length):
-    """The length of a line relative to the size of a read does not matter."""
-    path = tmp_path / "events.jsonl"
-    lines = [json.dumps({"number": n, "text": "x" * length}) + "\n" for n in range(4)]
-    for text in (
-        "",
-        lines[0][:-1],
-        *("".join(lines[:n]) for n in range(1, 5)),
-        "".join(lines)[:-1],
-        "".join(lines) + "{",
-    ):
-        path.write_text(text)
-        assert newest_event(tmp_path, "events") == (read_events(tmp_path, "events") or [{}])[-1]
-    assert newest_event(tmp_path, "nothing") == {}
-
-
-def test_only_the_end_of_a_long_file_is_read(tmp_path):
-    with open(tmp_path / "metrics.jsonl", "wb") as file:
-        # A hole: the whole file would not fit in memory.
-        file.truncate(2**40)
-        file.seek(0, 2)
-        file.write(b'\n{"step": 1}\n{"step": 2}\n')
-    assert newest_event(tmp_path, "metrics") == {"step": 2}
 
 
 @contextmanager
