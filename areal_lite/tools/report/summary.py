@@ -54,6 +54,13 @@ FACTS = (
     Fact("pause_s_max", "longest pause", pause),
     Fact("length_mean", "mean response, tokens", short),
     Fact("truncated", "responses cut off at the token budget", percent),
+    Fact("clip_fraction_mean", "mean share of clipped tokens", "{:.2%}".format),
+    Fact("behavior_weight_max", "largest behavior weight", short),
+)
+_FACTS_OF_START = (
+    Fact("requests_drained", "requests drained for a push", _count),
+    Fact("trajectories_lost", "trajectories lost", _count),
+    Fact("wall_s", "wall time of this start", duration),
 )
 
 
@@ -90,6 +97,8 @@ def count_facts(run: RunData) -> dict[str, Any]:
         "pause_s_max": max(pauses, default=None),
         "length_mean": _mean(columns.sampled[used]),
         "truncated": _mean(columns.truncated[used]),
+        "clip_fraction_mean": mean_of(metrics, "clip_fraction"),
+        "behavior_weight_max": max(known_values(metrics, "weight_max"), default=None),
     }
 
 
@@ -199,8 +208,6 @@ def build_summary(
         "trajectories_per_s": facts["trajectories"] / seconds if seconds else None,
         "staleness_bound": config.buffer.max_staleness,
         "off_policy_label": off_policy_label(config.algo),
-        "clip_fraction_mean": mean_of(run.metrics, "clip_fraction"),
-        "behavior_weight_max": max(known_values(run.metrics, "weight_max"), default=None),
         **_counts(run),
     }
 
@@ -222,47 +229,16 @@ def _counts(run: RunData) -> dict[str, Any]:
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
-    """Lay out the result of `build_summary`. Unknown values are shown as a dash."""
-    table = Table(title="Summary of the run", show_header=False, title_justify="left")
+    """Lay out the result of `build_summary`, as a page does its facts."""
+    said = headline(summary, summary["steps_planned"], ended=True)
+    table = Table(title="Summary of the run", caption=said, show_header=False)
+    table.title_justify = table.caption_justify = "left"
     table.add_column(style="bold")
-    table.add_column()
-    for name, text in _rows(summary):
-        table.add_row(name, Text(text))  # answers of a model could be markup
+    if missing := summary.get("no_signal"):
+        table.add_row("what went wrong", Text(missing))  # answers of a model could be markup
+    for fact in (*FACTS, *_FACTS_OF_START):
+        table.add_row(fact.name, _text(fact, summary[fact.key]))
     return table
-
-
-def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    def show(key: str, form: Callable[[Any], str] = str) -> str:
-        return "–" if summary.get(key) is None else form(summary[key])
-
-    greedy = f"{show('greedy_before', percent)} → {show('greedy_after', percent)}"
-    sampled = f"{show('sampled_before', percent)} → {show('sampled_after', percent)}"
-    tokens = f"{show('tokens_per_s', short)} tokens/s"
-    trajectories = f"{show('trajectories_per_s', short)} trajectories/s"
-    staleness = f"mean {show('staleness_mean', short)}, largest {show('max_staleness', short)}"
-    off_policy = {
-        "clip_fraction_mean": "{:.2%} of tokens clipped".format,
-        "behavior_weight_max": lambda weight: f"behavior weights up to {short(weight)}",
-    }
-    known = [show(key, form) for key, form in off_policy.items() if summary.get(key) is not None]
-    pauses = f"mean {show('pause_s_mean', pause)}, longest {show('pause_s_max', pause)}"
-    missing = summary.get("no_signal")
-    return [
-        *([("what went wrong", missing)] if missing else []),
-        ("held-out accuracy, greedy", greedy),
-        ("held-out accuracy, sampled", sampled),
-        ("held-out problems", show("eval_problems")),
-        ("training steps", f"{show('steps')} of {show('steps_planned')}"),
-        ("trained on", f"{tokens}, {trajectories}"),
-        ("staleness", f"{staleness}, bound {show('staleness_bound')}"),
-        ("trajectories of more than one version", show("multi_segment_share", percent)),
-        (summary["off_policy_label"], ", ".join(known) or "–"),
-        ("weight pushes", show("pushes")),
-        ("pause per push", pauses),
-        ("requests drained for a push", show("requests_drained")),
-        ("trajectories lost", show("trajectories_lost")),
-        ("wall time of this start", show("wall_s", duration)),
-    ]
 
 
 def off_policy_label(algo: AlgoConfig) -> str:
