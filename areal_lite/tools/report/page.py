@@ -43,25 +43,11 @@ from areal_lite.trajectory import GroupState
 
 _FOLDER = Path(__file__).with_name("assets")
 _SCRIPTS = ("dom.js", "charts.js", "timeline.js", "rollouts.js", "page.js")
-# Steps that the table of steps has, at most.
+# Steps that the table of steps has, at most, and their metrics.
 _TABLE_STEPS = 200
-_COLUMNS = {
-    "step": "step",
-    "reward_mean": "reward",
-    "staleness_mean": "staleness, mean",
-    "staleness_max": "largest",
-    "behave_kl": "KL, nats",
-    "ess": "ESS",
-    "clip_fraction": "clipped",
-    "entropy": "entropy, nats",
-    "reference_kl": "KL to reference",
-    "value_explained": "critic explains",
-    "length_mean": "response, tokens",
-    "grad_norm": "gradient norm",
-    "wait_s": "waited, s",
-    "train_s": "trained, s",
-    "pause_s": "pause, s",
-}
+_COLUMNS = ("step", "reward_mean", "staleness_mean", "staleness_max", "behave_kl", "ess")
+_COLUMNS += ("clip_fraction", "entropy", "reference_kl", "value_explained", "length_mean")
+_COLUMNS += ("grad_norm", "wait_s", "train_s", "pause_s")
 _FIGURES = {
     "sampled_after": "accuracy, sampled",
     "reward_end": "reward, last steps",
@@ -174,7 +160,7 @@ def _step_table(run: RunData) -> dict[str, Any]:
     keys = [key for key in _COLUMNS if any(m.get(key) is not None for m in shown)]
     rows = [["–" if m.get(key) is None else short(m[key]) for key in keys] for m in shown]
     title = f"Training steps: the last {len(shown)} of {len(run.metrics)}"
-    return _table("steps", title, rows, [_COLUMNS[key] for key in keys], folded=True)
+    return _table("steps", title, rows, keys, folded=True)
 
 
 def _json(value: Any) -> str:
