@@ -1,19 +1,20 @@
 """The progress of running work: a panel on a terminal, lines in a log.
 
     ╭─ training · runs/first ───────────────────────────────────╮
-    │ step 34 of 60  ━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━  57 %  ETA 0:54 │
+    │ step 34 of 60  ETA 0:54  57%                              │
+    │ ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━━━ │
+    │                                                           │
+    │ trainer     trains on step 35                             │
     │                                                           │
     │ learning                     speed                        │
     │ reward      0.71 ▁▂▃▅▆▇█     tokens    5.6k/s             │
-    │                                                           │
-    │ trainer     trains on step 35                             │
     ╰───────────────────────────────────────────── 1:12 elapsed ╯
 
     step 12/60 · reward 0.71 · staleness 1.2 · 4.1k tok/s · ETA 2:10
 
 * On a terminal the panel stays in place, and messages scroll by above it. A line takes its place at
   the end. A row of the panel is one line, cut where it is too long; only a wait gets the lines that
-  it needs. A narrow terminal has one column. A low one leaves out notices, then sections.
+  it needs. A narrow terminal has one column. A low one leaves out the last lines.
 * A log gets a new line at most every ten seconds, and always the last one. So does a terminal
   without cursor movement, one whose shell shows its prompt meanwhile (`&`), and CI.
 
@@ -23,14 +24,13 @@ A `View` is the content of a panel; `train_view` makes it from the records of a 
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import zip_longest
-from textwrap import wrap
 from typing import Any, NamedTuple, TextIO
 
 from rich.box import ROUNDED
+from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.console import Group as Lines
 from rich.control import Control
@@ -62,7 +62,6 @@ _MOST_COLUMNS = 100
 _MARGIN = 2
 _BORDER = 4
 _LEAST_TWO_COLUMNS = 68
-_LEAST_BAR = 8
 _GAP = 2
 # Columns of a name: in a section, and of a wait or a notice.
 _LABEL = 17
@@ -103,12 +102,12 @@ class ViewPanel:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         columns = min(options.max_width - _MARGIN, _MOST_COLUMNS)
         inner = max(columns - _BORDER, 1)
-        progress = list(_progress(self.view, inner))
-        rows = _fitting(self.view, inner, options.size.height - len(progress) - 2)
+        content = Lines(*_content(self.view, inner))
+        lines = console.render_lines(content, options.update(width=inner, height=None))
         title = Text(_one_line(self.view.title), style="bold not dim")
         title.truncate(max(inner - 2, 1), overflow="ellipsis")
         yield Panel(
-            Lines(*progress, *rows),
+            content,
             box=ROUNDED,
             border_style="dim",
             title=title,
@@ -116,6 +115,7 @@ class ViewPanel:
             subtitle=f"{duration(self.elapsed_s)} elapsed",
             subtitle_align="right",
             width=columns,
+            height=min(len(lines), max(options.size.height - 2, 2)) + 2,
         )
 
 
@@ -130,84 +130,46 @@ def sparkline(values: Sequence[float], cells: int) -> str:
     return "".join(_SPARKS[round((mean - min(means)) * scale)] for mean in means)
 
 
-def _progress(view: View, columns: int) -> Iterator[Text | Table]:
-    """Yield the line with the bar, or two lines where one is too short for it."""
-    done = f"{view.unit} {view.done} of {view.total}"
-    share = f"{view.done / max(view.total, 1):.0%}"
+def _content(view: View, columns: int) -> Iterator[Table | Columns | Text]:
+    """Yield the parts of a panel. The last ones are cut off where the terminal is too low."""
     left = "" if view.eta_s is None else f"  ETA {duration(view.eta_s)}"
-    room = columns - len(done) - len(share) - len(left) - 2 * _GAP
-    if room < _LEAST_BAR:
-        yield _cut(Text(done + left, style="bold"), columns)
-        done, left, room = "", "", columns - len(share) - _GAP
-    row = Table.grid(padding=(0, _GAP, 0, 0))
-    bar = ProgressBar(
-        total=max(view.total, 1),
-        completed=view.done,
-        width=max(room, 1),
-        complete_style="cyan",
-        finished_style="green",
-    )
-    cells = [Text(done, style="bold")] if done else []
-    row.add_row(*cells, bar, Text(share + left, no_wrap=True))
-    yield row
+    share = f"{view.done / max(view.total, 1):.0%}"
+    head = Table.grid(expand=True)
+    head.add_column(no_wrap=True, overflow="ellipsis", style="bold")
+    head.add_row(f"{view.unit} {view.done} of {view.total}{left}  {share}")
+    bar = {"complete_style": "cyan", "finished_style": "green"}
+    head.add_row(ProgressBar(total=max(view.total, 1), completed=view.done, **bar))
+    yield head
+    width = columns if columns < _LEAST_TWO_COLUMNS else (columns - _GAP) // 2
+    sections = [_rows(rows.items(), _LABEL, title, width) for title, rows in view.sections.items()]
+    if view.waits:
+        yield from (Text(), _rows(view.waits.items(), _SHORT_LABEL, wraps=True))
+    if sections:
+        yield from (Text(), Columns(sections, padding=(1, _GAP)))
+    if view.notices:
+        yield from (Text(), _rows(view.notices, _SHORT_LABEL))
 
 
-def _fitting(view: View, columns: int, lines: int) -> list[Text]:
-    """Return the rows below the bar, at most `lines`, with as much as there is room for."""
-    waits = [row for wait in view.waits.items() for row in _wrapped(*wait, columns)]
-    rows = _blocks(_sections(view.sections, columns), waits)
-    if len(rows) > lines:
-        return _blocks(waits)[: max(lines, 0)]
-    notices = [
-        _row(*notice, columns, _SHORT_LABEL, _STYLES.get(notice.level, "dim"))
-        for notice in view.notices
-    ]
-    return rows + _blocks(notices[: max(lines - len(rows) - 1, 0)])
-
-
-def _blocks(*blocks: list[Text]) -> list[Text]:
-    """Return the rows of all blocks, an empty one before each."""
-    return [row for block in blocks if block for row in (Text(), *block)]
-
-
-def _sections(sections: Mapping[str, Mapping[str, str]], columns: int) -> list[Text]:
-    """Return the rows of the sections, two next to each other where there is room."""
-    if columns < _LEAST_TWO_COLUMNS:
-        # Without titles, as a narrow terminal is often low, too.
-        return [_row(*row, columns) for rows in sections.values() for row in rows.items()]
-    width = (columns - _GAP) // 2
-    blocks = [
-        [_cut(Text(title, style="bold"), width), *(_row(*row, width) for row in rows.items())]
-        for title, rows in sections.items()
-    ]
-    rows: list[Text] = []
-    for first in range(0, len(blocks), 2):
-        rows += [Text()] if rows else []
-        for pair in zip_longest(*blocks[first : first + 2], fillvalue=Text(" " * width)):
-            rows.append(Text(" " * _GAP).join(pair))
-    return rows
-
-
-def _row(name: str, value: str, columns: int, label: int = _LABEL, style: str = "dim") -> Text:
-    return _cut(Text.assemble(_cut(Text(name, style=style), label), _one_line(value)), columns)
-
-
-def _wrapped(name: str, value: str, columns: int) -> list[Text]:
-    """Return a name and its value on as many lines as they need."""
-    lines = wrap(_one_line(value), max(columns - _SHORT_LABEL, 1))
-    names = [name, *[""] * (len(lines) - 1)]
-    return [_row(*row, columns, _SHORT_LABEL) for row in zip(names, lines)]
+def _rows(
+    rows: Iterable[tuple[str, str]],
+    label: int,
+    title: str | None = None,
+    width: int | None = None,
+    wraps: bool = False,
+) -> Table:
+    """Lay out names, in `label` columns, and their values. Only a value that `wraps` is not cut."""
+    table = Table.grid(expand=True)
+    table.width, table.title_justify = width, "left"
+    table.title = None if title is None else Text(title, style="bold")
+    table.add_column(width=label, no_wrap=True, overflow="ellipsis")
+    table.add_column(ratio=1, no_wrap=not wraps, overflow="fold" if wraps else "ellipsis")
+    for name, value in rows:
+        table.add_row(Text(name, style=_STYLES.get(name, "dim")), Text(_one_line(value)))
+    return table
 
 
 def _one_line(text: str) -> str:
     return visible(" ".join(text.split()))
-
-
-def _cut(text: Text, columns: int) -> Text:
-    """Make `text` exactly `columns` wide, on one line."""
-    text.no_wrap = True
-    text.truncate(columns, overflow="ellipsis", pad=True)
-    return text
 
 
 class Progress:
