@@ -27,14 +27,7 @@ from areal_lite.run_dir.paths import PAGE_FILE, STORE_FILE
 from areal_lite.run_dir.store_format import NOT_KEPT
 from areal_lite.system.files import to_plain, write_atomically
 from areal_lite.tools.formatting import short
-from areal_lite.tools.report.charts import (
-    LINES,
-    learning_charts,
-    length_chart,
-    line_chart,
-    speed_charts,
-    staleness_chart,
-)
+from areal_lite.tools.report.charts import LINES, learning_charts, line_chart, speed_charts
 from areal_lite.tools.report.rollouts import CHOICE, choose_groups, read_groups, token_decoder
 from areal_lite.tools.report.run_data import RunData, read_run
 from areal_lite.tools.report.summary import FACTS, count_facts, difference_rows, fact_rows, headline
@@ -257,25 +250,7 @@ def overlaid_charts(runs: Sequence[RunData], names: Sequence[str]) -> list[dict[
         several = f": {line.keys[0][1]}" if len(line.keys) > 1 else ""
         charts.append({**own[0], "title": f"{line.title}{several}", "series": series})
     charts[0] |= {"title": "Reward", "y": "reward", "note": _REWARD_NOTE}
-    for make in (lambda run: staleness_chart(run.columns, None), lambda r: length_chart(r.columns)):
-        charts.append(_overlaid_histogram([make(run) for run in runs], names))
     return charts
-
-
-def _overlaid_histogram(charts: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Return bars of several runs as one chart of lines over the left edges of the bars."""
-    series = [
-        {
-            "name": name,
-            "style": "line",
-            "color": index,
-            "x": [float(label.partition("–")[0]) for label in chart["labels"]],
-            "y": chart["values"],
-        }
-        for index, (chart, name) in enumerate(zip(charts, names))
-    ]
-    kept = {key: charts[0][key] for key in ("id", "title", "note", "x", "y")}
-    return {**kept, "kind": "line", "series": series}
 
 
 def config_differences(configs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
