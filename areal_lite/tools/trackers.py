@@ -60,36 +60,6 @@ class Grouped(ABC):
         """Send what is left, and end the run."""
 
 
-class Wandb(Grouped):
-    """Send metrics to Weights & Biases; `arguments` go to wandb.init."""
-
-    package = "wandb"
-
-    def __init__(self, run_dir: Path, run_config: Mapping[str, Any], **arguments: Any):
-        import wandb  # it is slow to import, and only needed here
-
-        defaults = {
-            "project": os.environ.get("WANDB_PROJECT", _PROJECT),
-            "name": run_dir.name,
-            "id": os.environ.get("WANDB_RUN_ID") or _own_id(run_dir / "wandb"),
-            "resume": "allow",
-            "dir": str(run_dir),
-            "config": run_config,
-            "settings": wandb.Settings(init_timeout=_INIT_TIMEOUT_S),
-        }
-        self._run: Any = wandb.init(**defaults | arguments)
-        # wandb's own step must rise, and an evaluation's does not.
-        for group in (*filter(None, GROUPS), OTHER):
-            self._run.define_metric(f"{group}/*", step_metric="step")
-        self._run.define_metric("eval/*", step_metric="eval/version")
-
-    def send(self, metrics: dict[Any, float], axis: str, at: int) -> None:
-        self._run.log({**metrics, axis: at})
-
-    def finish(self) -> None:
-        self._run.finish()
-
-
 class TensorBoard(Grouped):
     """Write event files to tensorboard/ in the run directory; `arguments` go to SummaryWriter."""
 
@@ -148,7 +118,7 @@ class Mlflow(Grouped):
 
 
 class _LikeWandb(Grouped):
-    """A package with the calls of wandb, and one step for all metrics of a call."""
+    """A package with the calls of wandb. `arguments` go to its `init`."""
 
     def __init__(self, run_dir: Path, run_config: Mapping[str, Any], **arguments: Any):
         self._package: Any = importlib.import_module(self.package)
@@ -166,8 +136,33 @@ class _LikeWandb(Grouped):
         self._package.finish()
 
 
+class Wandb(_LikeWandb):
+    """Send metrics to Weights & Biases."""
+
+    package = "wandb"
+
+    def __init__(self, run_dir: Path, run_config: Mapping[str, Any], **arguments: Any):
+        super().__init__(run_dir, run_config, **arguments)
+        for group in (*filter(None, GROUPS), OTHER):
+            self._package.define_metric(f"{group}/*", step_metric="step")
+        self._package.define_metric("eval/*", step_metric="eval/version")
+
+    def _own(self, run_dir: Path) -> dict[str, Any]:
+        return {
+            "project": os.environ.get("WANDB_PROJECT", _PROJECT),
+            "name": run_dir.name,
+            "id": os.environ.get("WANDB_RUN_ID") or _own_id(run_dir / "wandb"),
+            "dir": str(run_dir),
+            "settings": self._package.Settings(init_timeout=_INIT_TIMEOUT_S),
+        }
+
+    def send(self, metrics: dict[Any, float], axis: str, at: int) -> None:
+        """Send numbers without wandb's own step: that must rise, and an evaluation's does not."""
+        self._package.log({**metrics, axis: at})
+
+
 class Trackio(_LikeWandb):
-    """Send metrics to Trackio; `arguments` go to trackio.init."""
+    """Send metrics to Trackio."""
 
     package = "trackio"
 
@@ -176,7 +171,7 @@ class Trackio(_LikeWandb):
 
 
 class Swanlab(_LikeWandb):
-    """Send metrics to SwanLab; `arguments` go to swanlab.init."""
+    """Send metrics to SwanLab."""
 
     package = "swanlab"
 

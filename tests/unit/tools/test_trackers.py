@@ -230,8 +230,11 @@ def test_a_tracker_that_hangs_delays_no_step_and_is_left_at_the_end(tmp_path, mo
 
 def test_all_starts_of_a_run_directory_are_one_run(tmp_path, monkeypatch):
     started: list[dict] = []
-    run = SimpleNamespace(define_metric=lambda *_, **__: None)
-    fake = SimpleNamespace(init=lambda **a: started.append(a) or run, Settings=SimpleNamespace)
+    fake = SimpleNamespace(
+        init=lambda **arguments: started.append(arguments),
+        Settings=SimpleNamespace,
+        define_metric=lambda *_, **__: None,
+    )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
     Wandb(tmp_path, {}, entity="me", tags=["a", "b"])
