@@ -25,7 +25,7 @@ from areal_lite.config.command_line import (
     overrides_of,
     switches,
 )
-from areal_lite.config.help import groups_text, help_text, show
+from areal_lite.config.help import about_section, groups_text, help_text, show
 from areal_lite.extensions import load_object
 from areal_lite.system.processes import visible
 
@@ -38,7 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command that the first argument names, and return its exit status."""
     args = sys.argv[1:] if argv is None else argv
     if not args or args[0] in _HELP:
-        rows = "\n".join(f"  {name:<12}{find_command(name).does}" for name in command_names())
+        abouts = {name: about_section(find_command(name).schema) for name in command_names()}
+        rows = "\n".join(f"  {name:<12}{about}" for name, about in abouts.items())
         print(f"usage: areal-lite COMMAND [key=value …]\n\n{rows}\n")
         print("`areal-lite COMMAND --help` lists its settings.")
         return 0 if args else 2
@@ -166,7 +167,7 @@ def _help(command: str, composed: Any) -> str:
         f"{'usage:' if not does else '':<7}{written} {usage:<26}{does}".rstrip()
         for usage, does in usages.items()
     ]
-    parts = [f"{written}: {about.does}", "\n".join(lines)]
+    parts = [f"{written}: {about_section(about.schema)}", "\n".join(lines)]
     if issubclass(about.schema, TrainConfig):
         parts.append(f"sets of settings:\n{groups_text()}")
     settings = "settings and their values; in brackets, the values that are allowed:"

@@ -56,7 +56,6 @@ class SlurmConfig(TrainConfig):
 SLURM = Command(
     schema=SlurmConfig,
     entry="areal_lite.clusters.slurm:run",
-    does="submit a training run to Slurm, for one node or many",
     check="areal_lite.clusters.slurm:check",
     modes={
         "--print": Mode(

@@ -40,9 +40,8 @@ class Mode:
 class Command:
     """A command of `areal-lite`. A function is named as `module:function`, and imported late."""
 
-    schema: type  # the dataclass of its settings
+    schema: type  # the dataclass of its settings; the first line of its docstring is the help
     entry: str  # runs it, called as f(config) -> exit status
-    does: str  # its help, one line
     check: str = ""  # called as f(config) beforehand; ValueError for what cannot work here
     adapt: str = ""  # called as f(overrides) -> overrides in front of the user's
     words: tuple[str, str] | None = None  # the setting of words without `=`, and its help
@@ -105,7 +104,6 @@ CORE = {
     "train": Command(
         schema=TrainConfig,
         entry="areal_lite.launch.local:run",
-        does="train with reinforcement learning on this machine",
         check="areal_lite.launch.preflight:check_run",
         modes={
             "--dry-run": Mode(does="checks everything, shows the plan, starts nothing"),

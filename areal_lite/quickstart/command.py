@@ -67,19 +67,16 @@ class QuickstartConfig(TrainConfig):
 QUICKSTART = Command(
     schema=QuickstartConfig,
     entry="areal_lite.quickstart.quickstart:run",
-    does="make, warm up and train a small model on the addition task",
     check="areal_lite.quickstart.command:check_quickstart",
     adapt="areal_lite.quickstart.command:overrides_for_gpus",
 )
 MAKE_MODEL = Command(
     schema=MakeModelConfig,
     entry="areal_lite.quickstart.make_model:run",
-    does="write a small, randomly initialized checkpoint and its tokenizer",
 )
 SFT = Command(
     schema=SftConfig,
     entry="areal_lite.quickstart.sft:run",
-    does="warm a model up on demonstrations of an imperfect teacher",
     check="areal_lite.quickstart.command:check_sft",
 )
 

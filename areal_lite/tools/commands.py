@@ -74,7 +74,7 @@ class ServeConfig:
 
 @dataclass
 class ServersConfig:
-    """The servers of a run that is going on."""
+    """The servers of a run that is going on: list them, add some, or drain one."""
 
     run_dir: str = setting(MISSING, "Run directory of a run that is going on.")
     add: int = setting(0, "Start this many more servers, on the visible GPUs.", within=(0, 1024))
@@ -212,41 +212,31 @@ _ONE_RUN = ("run_dir", "RUN")
 EVAL = Command(
     schema=EvalCommandConfig,
     entry="areal_lite.tools.evaluate:run",
-    does="measure greedy accuracy and pass@k of a checkpoint on held-out problems",
     check="areal_lite.tools.evaluate:check",
 )
 CHAT = Command(
     schema=ChatConfig,
     entry="areal_lite.tools.chat:run",
-    does="talk to a model, or to a run's newest checkpoint; or answer given prompts",
     check="areal_lite.tools.chat:check",
     words=("model", "MODEL or RUN"),
 )
 SERVE = Command(
     schema=ServeConfig,
     entry="areal_lite.tools.serve:run",
-    does="put a model, or a run's newest checkpoint, behind an OpenAI endpoint",
     check="areal_lite.tools.serve:check",
     words=("model", "MODEL or RUN"),
 )
 SERVERS = Command(
     schema=ServersConfig,
     entry="areal_lite.tools.servers:run",
-    does="list, add or drain servers of a run that is going on",
     check="areal_lite.tools.servers:check",
     words=_ONE_RUN,
 )
-EXPORT = Command(
-    schema=ExportConfig,
-    entry="areal_lite.tools.export:run",
-    does="write a run's checkpoint as a Hugging Face folder",
-    words=_ONE_RUN,
-)
+EXPORT = Command(schema=ExportConfig, entry="areal_lite.tools.export:run", words=_ONE_RUN)
 _REPORT = "areal_lite.tools.report.command"
 REPORT = Command(
     schema=ReportConfig,
     entry=f"{_REPORT}:report",
-    does="write one page about a run, or about several, for a browser",
     words=("runs", "RUN …"),
     modes={
         "--follow": Mode(entry=f"{_REPORT}:follow", does="serves the page during the run"),
@@ -254,27 +244,11 @@ REPORT = Command(
     },
 )
 DIAGNOSE = Command(
-    schema=DiagnoseConfig,
-    entry="areal_lite.tools.diagnose.diagnosis:run",
-    does="say what is wrong with a run, and which setting to change",
-    words=_ONE_RUN,
+    schema=DiagnoseConfig, entry="areal_lite.tools.diagnose.diagnosis:run", words=_ONE_RUN
 )
-AUDIT = Command(
-    schema=AuditConfig,
-    entry="areal_lite.tools.audit.audit:run",
-    does="prove from a run's files that nothing was lost",
-    words=_ONE_RUN,
-)
-SIMULATE = Command(
-    schema=SimulateConfig,
-    entry="areal_lite.tools.simulate.command:run",
-    does="predict a run on machines that are not here: speed, waiting, staleness",
-)
-DOCTOR = Command(
-    schema=DoctorConfig,
-    entry="areal_lite.tools.doctor:run",
-    does="check whether runs work on this machine",
-)
+AUDIT = Command(schema=AuditConfig, entry="areal_lite.tools.audit.audit:run", words=_ONE_RUN)
+SIMULATE = Command(schema=SimulateConfig, entry="areal_lite.tools.simulate.command:run")
+DOCTOR = Command(schema=DoctorConfig, entry="areal_lite.tools.doctor:run")
 
 
 def existing_run(folder: str | Path) -> Path:
