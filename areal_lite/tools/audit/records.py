@@ -32,8 +32,6 @@ def settings_of_starts(run_dir: Path) -> list[Settings]:
 
     Raises ValueError for a directory without a training run.
     """
-    if not (run_dir / CONFIG_FILE).exists():
-        raise ValueError(f"run_dir={run_dir} is not the directory of a training run: give one")
     earlier = len(list(run_dir.glob("config-*.yaml")))
     names = [*(f"config-{number}.yaml" for number in range(1, earlier + 1)), CONFIG_FILE]
     return [_read(run_dir, name) for name in names]

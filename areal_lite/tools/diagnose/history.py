@@ -218,8 +218,6 @@ def read_history(run_dir: Path, now: float | None = None, newest: int | None = N
     `now` is in wall-clock seconds; None is the present. `newest` is how many of the newest training
     steps to read. Raises ValueError for a directory without a training run.
     """
-    if not (run_dir / CONFIG_FILE).exists():
-        raise ValueError(f"run_dir={run_dir} is not the directory of a training run: give one")
     ended = (run_dir / SUMMARY_FILE).exists()
     return History(
         run_dir=run_dir,
