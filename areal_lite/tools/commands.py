@@ -108,7 +108,7 @@ class ReportConfig:
     """One page about a run, or about several, to open in a browser."""
 
     runs: list[str] = setting(
-        [], "Run directories. Several are compared with the first: runs=[runs/a,runs/b]."
+        [], "Run directories. Several are shown side by side: runs=[runs/a,runs/b]."
     )
     out: str | None = setting(None, "File of a comparison. null: compare.html.")
     port: int = setting(0, "--follow: port of the page. 0: any free one.", within=(0, 65535))

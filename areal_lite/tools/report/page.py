@@ -11,6 +11,7 @@ of the page does not: charts have at most a fixed number of points, and rollouts
 import base64
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -30,7 +31,7 @@ from areal_lite.tools.formatting import short
 from areal_lite.tools.report.charts import LINES, learning_charts, line_chart, speed_charts
 from areal_lite.tools.report.rollouts import CHOICE, choose_groups, read_groups, token_decoder
 from areal_lite.tools.report.run_data import RunData, read_run
-from areal_lite.tools.report.summary import FACTS, count_facts, difference_rows, fact_rows, headline
+from areal_lite.tools.report.summary import FACTS, count_facts, fact_rows, headline
 from areal_lite.tools.report.timeline import build_windows, time_edges
 from areal_lite.trajectory import GroupState
 
@@ -41,14 +42,9 @@ _TABLE_STEPS = 200
 _COLUMNS = ("step", "reward_mean", "staleness_mean", "staleness_max", "behave_kl", "ess")
 _COLUMNS += ("clip_fraction", "entropy", "reference_kl", "value_explained", "length_mean")
 _COLUMNS += ("grad_norm", "wait_s", "train_s", "pause_s")
-_FIGURES = {
-    "sampled_after": "accuracy, sampled",
-    "reward_end": "reward, last steps",
-    "tokens_per_s": "tokens/s trained on",
-    "staleness_mean": "mean staleness",
-    "wait_share": "trainer waited",
-    "pause_s_mean": "pause per push",
-}
+# Facts at the top of a page.
+_FIGURES = {"sampled_after", "reward_end", "tokens_per_s", "staleness_mean"}
+_FIGURES |= {"wait_share", "pause_s_mean"}
 # By the id of a section, its heading and the ids of its charts. All others are about learning.
 _SECTIONS = {
     "staleness": (
@@ -80,7 +76,8 @@ def run_page(run_dir: Path, follow: bool = False) -> str:
     if edges is not None:
         charts += speed_charts(run.columns, run.metrics, edges)
     windows = build_windows(run.columns, run.metrics)
-    texts = {fact.key: text for fact, (_, text) in zip(FACTS, fact_rows(facts))}
+    rows = fact_rows(facts)
+    shown = [fact.key in _FIGURES and facts[fact.key] is not None for fact in FACTS]
     groups = rollout_sample(run)
     used = run.columns.groups.number(GroupState.USED)
     removed = run.columns.groups.without_tokens
@@ -93,11 +90,11 @@ def run_page(run_dir: Path, follow: bool = False) -> str:
         kind="areal_lite run",
         title=run.name,
         headline=headline(facts, run.steps_planned, run.ended),
-        figures=[(name, texts[key]) for key, name in _FIGURES.items() if facts[key] is not None],
+        figures=[row for row, is_shown in zip(rows, shown) if is_shown],
         sections=_sections(charts),
         timeline=bool(windows),
         rollouts=rollouts if len(run.columns) else "",
-        tables=[_table("final", "Final numbers", fact_rows(facts)), _step_table(run)],
+        tables=[_table("final", "Final numbers", rows), _step_table(run)],
         config=yaml.safe_dump(run.config, sort_keys=False) if run.config else "",
         follow="1" if follow else "",
     )
@@ -195,7 +192,7 @@ def rollout_sample(run: RunData) -> list[dict[str, Any]]:
 
 
 def compare_page(run_dirs: Sequence[Path]) -> str:
-    """Return the page of several runs; the others are compared with the first.
+    """Return the page of several runs, side by side.
 
     Raises ValueError for a directory that has no run.
     """
@@ -204,9 +201,6 @@ def compare_page(run_dirs: Sequence[Path]) -> str:
     facts = [count_facts(run) for run in runs]
     charts = overlaid_charts(runs, names)
     changes = config_differences([run.config for run in runs])
-    head = ["", names[0]]
-    for name in names[1:]:
-        head += [name, f"{name} − {names[0]}"]
     return render(
         {"charts": {chart["id"]: chart for chart in charts}, "windows": []},
         [],
@@ -219,20 +213,17 @@ def compare_page(run_dirs: Sequence[Path]) -> str:
         ],
         sections=[{"id": "charts", "title": "Charts", "charts": charts}],
         tables=[
-            _table("final", "Final numbers", difference_rows(facts), head),
+            _table("final", "Final numbers", fact_rows(*facts), ["", *names]),
             _table("configuration", "Settings that differ", changes, ["", *names]),
         ],
     )
 
 
 def run_names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that tell them apart; equal paths get numbers."""
-    parts = [path.resolve().parts for path in run_dirs]
-    for size in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-size:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{path.name} ({number})" for number, path in enumerate(run_dirs, 1)]
+    """Return the paths of runs from the folder that has all of them."""
+    paths = [path.resolve() for path in run_dirs]
+    common = os.path.commonpath(paths)
+    return [os.path.relpath(path, common) for path in paths]
 
 
 def overlaid_charts(runs: Sequence[RunData], names: Sequence[str]) -> list[dict[str, Any]]:

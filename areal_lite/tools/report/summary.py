@@ -3,7 +3,7 @@
 A value is None when the run did not get that far, because it was killed or evaluates nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,23 +123,9 @@ def _waited_s(run: RunData) -> float:
     return float(np.maximum(ends - np.maximum(starts, run.columns.started.min()), 0.0).sum())
 
 
-def fact_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return name and text of each fact, a dash for what is unknown."""
-    return [(fact.name, _text(fact, facts[fact.key])) for fact in FACTS]
-
-
-def difference_rows(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return, for each fact, its name, its text in each run, and the differences to the first."""
-    rows = []
-    for fact in FACTS:
-        base, *others = (run[fact.key] for run in runs)
-        row = [fact.name, _text(fact, base)]
-        for value in others:
-            delta = None if value is None or base is None else value - base
-            sign = "" if not delta else "+" if delta > 0 else "−"
-            row += [_text(fact, value), sign + _text(fact, None if delta is None else abs(delta))]
-        rows.append(row)
-    return rows
+def fact_rows(*runs: Mapping[str, Any]) -> list[list[str]]:
+    """Return the name of each fact and its text in each run, a dash for what is unknown."""
+    return [[fact.name, *(_text(fact, run[fact.key]) for run in runs)] for fact in FACTS]
 
 
 def headline(facts: Mapping[str, Any], planned: int | None, ended: bool) -> str:
