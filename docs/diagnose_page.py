@@ -23,7 +23,6 @@ METRICS = {
     "falling_accuracy": "reward_mean",
     "entropy_collapse": "entropy",
     "low_ess": "ess weight_max behavior_weight rejected behave_kl behave_kl_k1 behave_abs",
-    "too_stale": "staleness_max stale_square mismatch_square",
     "reward_failures": "reward_failures",
     "workflow_failures": "workflow_failures failed_rollouts empty_groups",
     "truncated": "truncated_share length_mean length_max masked_truncated",

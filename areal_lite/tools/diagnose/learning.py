@@ -12,7 +12,6 @@ import numpy as np
 
 from areal_lite.config import source_configs
 from areal_lite.config.data import shares
-from areal_lite.config.rules import tolerated_staleness
 from areal_lite.tools.diagnose.history import History, Sign, alarm, finding, hint, limit
 from areal_lite.tools.formatting import short
 
@@ -173,24 +172,6 @@ def low_ess(run: History) -> Sign | None:
     at_cap = correction.mode == "cap" and capped > limit("capped_steps")
     far = drift > limit("behave_kl")
     return hint(text) if far or at_cap or rejected > limit("rejected") else None
-
-
-@finding(
-    "Tokens are staler than the objective is known to tolerate",
-    flag="staleness_max above what `areal_lite/config/rules.py` lists for the objective",
-    cause="`buffer.max_staleness` suits another correction of stale tokens",
-    change="lower `buffer.max_staleness`; or train with `algo.loss=examples.recipes.stale:loss`, "
-    "or with `algo.decoupled=true` and `algo.correction.mode=cap`",
-    unless=("low_ess",),
-)
-def too_stale(run: History) -> Sign | None:
-    oldest, tolerance = run.recent("staleness_max"), tolerated_staleness(run.config.algo)
-    if tolerance is None or not len(oldest) or oldest.max() <= tolerance.steps:
-        return None
-    return hint(
-        f"tokens up to {oldest.max():.0f} steps old; {tolerance.objective} is known to tolerate "
-        f"{tolerance.steps} ({tolerance.shown})"
-    )
 
 
 @finding(

@@ -2,8 +2,16 @@
 
 import pytest
 
-from areal_lite.config import BufferConfig, ReplayConfig, SyncConfig, TrainConfig, TrainerConfig
-from areal_lite.config.rules import check_buffer
+from areal_lite.config import (
+    AlgoConfig,
+    BufferConfig,
+    ReplayConfig,
+    SyncConfig,
+    TrainConfig,
+    TrainerConfig,
+)
+from areal_lite.config.algo import CorrectionConfig
+from areal_lite.config.rules import cautions, check_buffer
 
 
 def config(every: int, max_staleness: int, steps: int = 100) -> TrainConfig:
@@ -52,3 +60,25 @@ def test_a_window_that_the_bound_has_no_room_for_is_refused() -> None:
 def test_a_window_does_not_go_with_replay() -> None:
     with pytest.raises(ValueError, match="buffer.window=1 is for batches in order, and replay"):
         check_buffer(windowed(1, replay=ReplayConfig(capacity=20)))
+
+
+@pytest.mark.parametrize(
+    ("algo", "limit"),
+    [
+        (AlgoConfig(decoupled=False), 2),
+        (AlgoConfig(correction=CorrectionConfig(mode="off")), 1),
+        (AlgoConfig(loss="reinforce"), 8),
+        (AlgoConfig(loss="tb"), None),
+        (AlgoConfig(loss="examples.recipes.stale:loss"), None),
+    ],
+)
+def test_what_is_too_stale_depends_on_the_objective(algo: AlgoConfig, limit: int | None) -> None:
+    def said(max_staleness: int) -> str:
+        buffer = BufferConfig(max_staleness=max_staleness)
+        return str(cautions(TrainConfig(model="m", algo=algo, buffer=buffer)))
+
+    if limit is None:
+        assert "tolerate" not in said(500)
+    else:
+        assert "tolerate" not in said(limit)
+        assert f"more than the {limit} that " in said(limit + 1)

@@ -132,12 +132,6 @@ CASES: list[tuple[str, Severity, dict[str, Any], str]] = [
     ("low_ess", HINT, {"weight_max": 9.0, "ess": 0.8}, "cap of 5 in 100%"),
     ("low_ess", HINT, {"rejected": 0.2}, "20.0% of the tokens"),
     ("low_ess", HINT, {"behave_kl": 0.06}, "behave_kl 0.060"),
-    (
-        "too_stale",
-        HINT,
-        {"staleness_max": 12},
-        "12 steps old; a bounded weight is known to tolerate 8",
-    ),
     ("reward_failures", ALARM, {"reward_failures": lambda step: 20 * step}, "600 failures, 23.8%"),
     ("reward_failures", HINT, {"reward_failures": lambda step: 2 * step}, "60 failures, 3.0%"),
     # The count starts again with each start of the controller.
@@ -203,26 +197,6 @@ def test_restarts_of_the_controller_and_the_trainer_are_found(tmp_path: Path) ->
     assert "restarts: 1; " in evidence and evidence.endswith("the trainer exited with status 9")
     run_dir = make_run(tmp_path / "b", logs={"restarts.log": 3 * again})
     assert "restarts: 3; " in the_only(run_dir, "restarted", ALARM)
-
-
-@pytest.mark.parametrize(
-    ("override", "limit"),
-    [
-        ("algo.decoupled=false", 2),
-        ("algo.correction.mode='off'", 1),
-        ("algo.loss=reinforce", 8),
-    ],
-)
-def test_what_is_too_stale_depends_on_the_objective(tmp_path: Path, override: str, limit: int):
-    at = make_run(tmp_path / "at", override, staleness_max=limit)
-    assert "too_stale" not in findings(at)
-    above = make_run(tmp_path / "above", override, staleness_max=limit + 1)
-    assert f"is known to tolerate {limit} (" in findings(above)["too_stale"].evidence
-
-
-@pytest.mark.parametrize("loss", ["tb", "examples.recipes.stale:loss"])
-def test_what_an_objective_bears_may_be_unknown(tmp_path: Path, loss: str):
-    assert not findings(make_run(tmp_path / "run", f"algo.loss={loss}", staleness_max=500))
 
 
 def test_a_healthy_run_has_no_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
