@@ -7,45 +7,31 @@ metrics and thresholds.
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from areal_lite.config.help import show
 from areal_lite.tools.commands import DiagnoseConfig, existing_run
 from areal_lite.tools.diagnose import failures, learning, signals, speed
-from areal_lite.tools.diagnose.history import Advice, History, Severity, limit, read_history
+from areal_lite.tools.diagnose.history import Finding, History, Severity, limit, read_history
 
 GUIDE = [
-    advice
+    kind
     for module in (signals, failures, learning, speed)
-    for advice in vars(module).values()
-    if isinstance(advice, Advice)
+    for kind in vars(module).values()
+    if isinstance(kind, Finding)
 ]
 """Every kind of finding, in the order in which findings of one severity are shown."""
 
 
-class Finding(NamedTuple):
-    """Something wrong with a run: what it is, the numbers, and what to do."""
-
-    name: str
-    severity: Severity
-    title: str
-    evidence: str
-    cause: str
-    change: str
-
-
 def diagnose(run: History) -> list[Finding]:
     """Return the findings about a run, alarms before hints."""
-    signs = [(replace(one, **sign.words), sign) for one in GUIDE if (sign := one.check(run))]
-    names = {advice.name for advice, _ in signs}
     found = [
-        Finding(
-            advice.name, sign.severity, advice.title, sign.evidence, advice.cause, advice.change
-        )
-        for advice, sign in signs
-        if names.isdisjoint(advice.unless)
+        replace(one, severity=sign.severity, evidence=sign.evidence, **sign.words)
+        for one in GUIDE
+        if (sign := one.check(run))
     ]
-    return sorted(found, key=lambda finding: finding.severity is not Severity.ALARM)
+    names = {finding.name for finding in found}
+    unexplained = [finding for finding in found if names.isdisjoint(finding.unless)]
+    return sorted(unexplained, key=lambda finding: finding.severity is not Severity.ALARM)
 
 
 def diagnosis_text(run: History) -> str:

@@ -45,8 +45,11 @@ hint = partial(Sign, Severity.HINT)
 
 
 @dataclass(frozen=True)
-class Advice:
-    """A kind of finding: how to find it, and what to say about it. Settings stand in backticks."""
+class Finding:
+    """A kind of finding, or one about a run: then with its severity and evidence.
+
+    Settings stand in backticks.
+    """
 
     check: "Callable[[History], Sign | None]"
     title: str
@@ -54,6 +57,8 @@ class Advice:
     cause: str
     change: str
     unless: tuple[str, ...]  # the findings that explain it
+    severity: Severity = Severity.HINT
+    evidence: str = ""
 
     @property
     def name(self) -> str:
@@ -62,9 +67,9 @@ class Advice:
 
 def finding(
     title: str, *, flag: str, cause: str, change: str, unless: tuple[str, ...] = ()
-) -> "Callable[[Callable[[History], Sign | None]], Advice]":
-    """Make a check of a history a kind of finding; the arguments are those of Advice."""
-    return lambda check: Advice(check, title, flag, cause, change, unless)
+) -> "Callable[[Callable[[History], Sign | None]], Finding]":
+    """Make a check of a history a kind of finding; the arguments are those of Finding."""
+    return lambda check: Finding(check, title, flag, cause, change, unless)
 
 
 # The thresholds, and why they are where they are.

@@ -22,8 +22,8 @@ from areal_lite.run_dir.controller_status import read_status
 from areal_lite.run_dir.metrics import EventFollower
 from areal_lite.run_dir.paths import LOGS_DIR
 from areal_lite.system.processes import start_daemon
-from areal_lite.tools.diagnose.diagnosis import Finding, alarm_line, diagnose, missing_signal
-from areal_lite.tools.diagnose.history import read_history
+from areal_lite.tools.diagnose.diagnosis import alarm_line, diagnose, missing_signal
+from areal_lite.tools.diagnose.history import Finding, read_history
 from areal_lite.tools.report import panel
 from areal_lite.tools.report.summary import build_summary, known_values, summary_table
 

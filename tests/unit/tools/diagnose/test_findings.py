@@ -16,8 +16,8 @@ from areal_lite.config import TrainConfig
 from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase, write_status
 from areal_lite.run_dir.store import Store
 from areal_lite.system.files import write_json
-from areal_lite.tools.diagnose.diagnosis import Finding, alarm_line, diagnose
-from areal_lite.tools.diagnose.history import Severity, read_history
+from areal_lite.tools.diagnose.diagnosis import alarm_line, diagnose
+from areal_lite.tools.diagnose.history import Finding, Severity, read_history
 from areal_lite.trajectory import Group
 from tests.unit.tools.report.recorded_run import unpack
 from tests.unit.tools.report.synthetic_run import T0, trajectory, write_group
