@@ -95,7 +95,8 @@ def _gauges(run_dir: Path, now: float) -> dict[str, tuple[float, str]]:
         for key, value in (values or {}).items():
             with suppress(OverflowError):  # an integer that no float can hold
                 if isinstance(value, (int, float)):
-                    name = metric_name(prefix + key)
+                    # A filter's key ends with a reason that a user wrote.
+                    name = "areal_lite_" + re.sub(r"[^a-zA-Z0-9_]", "_", prefix + key)
                     gauges.setdefault(name, (float(value), _printable(texts.get(key, key))))
     return gauges
 
@@ -135,14 +136,6 @@ def _log_once(run_dir: Path, error: str) -> None:
 def _printable(text: str) -> str:
     """Replace half surrogate pairs, which have no encoding."""
     return text.encode(errors="replace").decode()
-
-
-def metric_name(key: str) -> str:
-    """Return a Prometheus name for a key of a step.
-
-    Keys can hold any character: a filter's key ends with a reason that a user wrote.
-    """
-    return "areal_lite_" + re.sub(r"[^a-zA-Z0-9_]", "_", key)
 
 
 def targets(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
