@@ -1,15 +1,17 @@
 """The panel of a run comes from its files, as they grow."""
 
+import os
 import time
 
 import pytest
 
-from areal_lite.config import TrainConfig
+from areal_lite.config import TrainConfig, save_config
 from areal_lite.run_dir.controller_status import write_status
 from areal_lite.run_dir.metrics import STEP_KEYS, append_event
+from areal_lite.tools.diagnose.history import read_history
 from areal_lite.tools.report import run_watch
 from areal_lite.tools.report.panel import Notice
-from areal_lite.tools.report.run_watch import RunWatch
+from areal_lite.tools.report.run_watch import RunWatch, warning_notices
 from tests.unit.run_dir.sample_status import STATUS
 from tests.unit.tools.report.recorded_run import unpack
 
@@ -59,12 +61,19 @@ def test_a_resumed_run_knows_its_steps(run_dir):
     assert rows(view)["reward"] == "30 ▁▂▃▃▄▅▆▆▇█"
 
 
+def warnings(run_dir) -> list[Notice]:
+    save_config(TrainConfig(model="model", run_dir=str(run_dir)), run_dir)
+    started_at = time.mktime(time.strptime("2026-01-02 03:04:00", "%Y-%m-%d %H:%M:%S"))
+    os.utime(run_dir / "config.yaml", (started_at, started_at))
+    return warning_notices(read_history(run_dir))
+
+
 def test_warnings_of_this_start_the_newest_first(run_dir):
     log, trainer = run_dir / "logs" / "controller.log", run_dir / "logs" / "trainer-1.log"
-    log.write_text(LINE.format("WARNING", "areal_lite.x", "of an earlier start"))
+    earlier = LINE.format("WARNING", "areal_lite.x", "of an earlier start")
+    log.write_text(earlier.replace("03:04:05", "03:03:59"))
     (run_dir / "logs" / "server-0.log").write_text(LINE.format("ERROR", "areal_lite.x", "no role"))
-    run = watch(run_dir)
-    assert run.view().notices == []
+    assert warnings(run_dir) == []
     with open(log, "a") as file:
         file.write(LINE.format("WARNING", "areal_lite.x", "one"))
         file.write(LINE.format("INFO", "areal_lite.x", "fine"))
@@ -73,25 +82,23 @@ def test_warnings_of_this_start_the_newest_first(run_dir):
     trainer.write_text(LINE.format("ERROR", "__main__", "two") + "2026-01-02 03:04:06,7 WARNING ar")
     one = Notice("warning", "03:04:05 controller: one")
     two = Notice("error", "03:04:05 trainer-1: two")
-    assert run.view().notices == [two, one]
+    assert warnings(run_dir) == [two, one]
     with open(trainer, "a") as file:
         file.write("eal_lite.y: \xff three\n")
     three = Notice("warning", "03:04:06 trainer-1: \xff three")
-    assert run.view().notices == [three, two]
-    assert run.view().notices == [three, two]
+    assert warnings(run_dir) == [three, two]
 
 
 def test_a_flood_of_warnings_is_not_read_whole(run_dir):
-    run = watch(run_dir)
     line = LINE.format("WARNING", "areal_lite.x", "again")
     (run_dir / "logs" / "controller.log").write_text(line * 100_000)
     started = time.monotonic()
-    assert len(run.view().notices) == 2
+    assert len(warnings(run_dir)) == 2
     assert time.monotonic() - started < 1.0
 
 
 def test_findings_come_from_a_diagnosis_that_is_repeated(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_watch, "_DIAGNOSIS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(run_watch, "_LOOK_INTERVAL_S", 0.0)
     folder = unpack("async", tmp_path)
     run = RunWatch(TrainConfig(model="model", run_dir="runs/async"), folder)
     deadline = time.monotonic() + 30
