@@ -40,11 +40,6 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def percent(share: float) -> str:
-    """Format a share: 0.5%, 71.4%."""
-    return f"{share:.1%}"
-
-
 def pause(seconds: float) -> str:
     """Format the length of a pause: 142 ms, 1.5 s."""
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

@@ -127,10 +127,7 @@ def _sample(
     ids, logprobs, versions = (row[key][:_LONGEST] for key in ("tokens", "logprobs", "versions"))
     name = trace_name(row["sample_index"], row["trace_index"])
     weights = _weights(prox.get(name), logprobs, versions)
-    overdue = [
-        v >= 0 and step is not None and max_staleness is not None and step - v > max_staleness
-        for v in versions.tolist()
-    ]
+    bound = math.inf if step is None or max_staleness is None else max_staleness
     return {
         "sample": name,
         "reward": row["reward"],
@@ -142,7 +139,7 @@ def _sample(
         "texts": token_texts(ids.tolist(), decode),
         "logprobs": [_rounded(x) if v >= 0 else None for x, v in zip(logprobs, versions)],
         "weights": weights,
-        "overdue": [i for i, late in enumerate(overdue) if late],
+        "overdue": np.flatnonzero((versions >= 0) & ((step or 0) - versions > bound)).tolist(),
     }
 
 

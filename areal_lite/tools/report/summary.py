@@ -16,11 +16,12 @@ from areal_lite.config import AlgoConfig, TrainConfig
 from areal_lite.run_dir.paths import REPORT_FILE, STORE_FILE, TOTALS_FILE
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.system.files import read_json
-from areal_lite.tools.formatting import duration, pause, percent, short
+from areal_lite.tools.formatting import duration, pause, short
 from areal_lite.tools.report.run_data import Metrics, RunData, read_run
 from areal_lite.tools.report.timeline import downtime_s, pushes_of, trainer_spans
 
 _count = "{:,.0f}".format
+_percent = "{:.1%}".format
 
 
 class Fact(NamedTuple):
@@ -33,27 +34,27 @@ class Fact(NamedTuple):
 
 FACTS = (
     Fact("steps", "training steps", _count),
-    Fact("sampled_before", "accuracy before training, sampled", percent),
-    Fact("sampled_after", "accuracy of the last evaluation, sampled", percent),
-    Fact("greedy_before", "accuracy before training, greedy", percent),
-    Fact("greedy_after", "accuracy of the last evaluation, greedy", percent),
+    Fact("sampled_before", "accuracy before training, sampled", _percent),
+    Fact("sampled_after", "accuracy of the last evaluation, sampled", _percent),
+    Fact("greedy_before", "accuracy before training, greedy", _percent),
+    Fact("greedy_after", "accuracy of the last evaluation, greedy", _percent),
     Fact("reward_start", "mean reward of the first five steps", short),
     Fact("reward_end", "mean reward of the last five steps", short),
     Fact("training_s", "time, first trajectory to last step", duration),
     Fact("trajectories", "trajectories trained on", _count),
     Fact("tokens", "tokens trained on", _count),
     Fact("tokens_per_s", "tokens trained on per second", short),
-    Fact("wait_share", "share of the time that the trainer waited", percent),
+    Fact("wait_share", "share of the time that the trainer waited", _percent),
     Fact("staleness_mean", "mean staleness, steps", short),
     Fact("max_staleness", "largest staleness, steps", short),
-    Fact("multi_segment_share", "trajectories of more than one weight version", percent),
+    Fact("multi_segment_share", "trajectories of more than one weight version", _percent),
     Fact("behave_kl", "mean KL of behavior and proximal, nats per token", short),
     Fact("ess", "mean effective sample size", "{:.4f}".format),
     Fact("pushes", "weight pushes", _count),
     Fact("pause_s_mean", "mean pause per push", pause),
     Fact("pause_s_max", "longest pause", pause),
     Fact("length_mean", "mean response, tokens", short),
-    Fact("truncated", "responses cut off at the token budget", percent),
+    Fact("truncated", "responses cut off at the token budget", _percent),
     Fact("clip_fraction_mean", "mean share of clipped tokens", "{:.2%}".format),
     Fact("behavior_weight_max", "largest behavior weight", short),
 )

@@ -125,7 +125,7 @@ def build_windows(columns: Columns, metrics: Metrics) -> list[dict[str, Any]]:
             "pushes": [
                 [version, at - origin, at + pause - origin]
                 for version, (at, pause) in paused.items()
-                if start <= at <= end
+                if start < at < end
             ],
             "steps": [
                 [line["step"], float(begin) - origin, float(stop) - origin]
@@ -146,13 +146,11 @@ def _window_spans(
     times = [at for at, _ in paused if first < at < last]
     if len(times) <= 2 * _PUSHES:
         return [("the whole run", first, last)]
-    middle = (len(times) - _PUSHES) // 2
-    # A window reaches half a step beyond its outer pushes.
-    half = (times[middle + _PUSHES - 1] - times[middle]) / (_PUSHES - 1) / 2
+    edges, end = [first, *times, last], len(times) - _PUSHES
+    # A window reaches to the pushes before and after its own.
     return [
-        ("the start", first, times[_PUSHES - 1] + half),
-        ("the middle", times[middle] - half, times[middle + _PUSHES - 1] + half),
-        ("the end", times[-_PUSHES] - half, last),
+        (name, edges[push], edges[push + _PUSHES + 1])
+        for name, push in (("the start", 0), ("the middle", end // 2), ("the end", end))
     ]
 
 
