@@ -23,13 +23,12 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from areal_lite.config.files import flat
-from areal_lite.run_dir.metrics import read_events
-from areal_lite.run_dir.paths import PAGE_FILE, STORE_FILE
+from areal_lite.run_dir.paths import PAGE_FILE
 from areal_lite.run_dir.store_format import NOT_KEPT
 from areal_lite.system.files import to_plain, write_atomically
 from areal_lite.tools.formatting import short
 from areal_lite.tools.report.charts import LINES, learning_charts, line_chart, speed_charts
-from areal_lite.tools.report.rollouts import CHOICE, choose_groups, read_groups, token_decoder
+from areal_lite.tools.report.rollouts import CHOICE, sample_groups
 from areal_lite.tools.report.run_data import RunData, read_run
 from areal_lite.tools.report.summary import FACTS, count_facts, fact_rows, headline
 from areal_lite.tools.report.timeline import build_windows, time_edges
@@ -78,7 +77,7 @@ def run_page(run_dir: Path, follow: bool = False) -> str:
     windows = build_windows(run.columns, run.metrics)
     rows = fact_rows(facts)
     shown = [fact.key in _FIGURES and facts[fact.key] is not None for fact in FACTS]
-    groups = rollout_sample(run)
+    groups = list(sample_groups(run))
     used = run.columns.groups.number(GroupState.USED)
     removed = run.columns.groups.without_tokens
     rollouts = f"{len(groups)} of the {used:,} groups that were trained on. {CHOICE}" + (
@@ -171,24 +170,6 @@ def _file(name: str) -> str:
 def _template() -> Any:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     return environment.from_string(_file("page.html.j2"))
-
-
-def rollout_sample(run: RunData) -> list[dict[str, Any]]:
-    """Return the groups of the rollout browser with their tokens."""
-    lines = read_events(run.run_dir, "proximal")
-    # A resumed run repeats steps: the last line of a step is true.
-    recorded = {line["step"]: line["group_id"] for line in lines}
-    prox = {
-        line["group_id"]: line["prox"]
-        for line in lines
-        if recorded[line["step"]] == line["group_id"]
-    }
-    groups = choose_groups(run.columns, recorded)
-    if not groups:
-        return []
-    decode = token_decoder(run.run_dir, run.config.get("model"))
-    store = run.run_dir / STORE_FILE
-    return list(read_groups(store, groups, prox, decode, run.staleness_bound))
 
 
 def compare_page(run_dirs: Sequence[Path]) -> str:

@@ -15,13 +15,14 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from areal_lite.run_dir.metrics import read_events
 from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store_format import NOT_KEPT
 from areal_lite.system.processes import visible
 from areal_lite.tools.commands import ReportConfig
 from areal_lite.tools.formatting import short
-from areal_lite.tools.report.run_data import Columns, read_run_config
+from areal_lite.tools.report.run_data import Columns, RunData, read_run_config
 from areal_lite.trajectory import trace_name
 
 MAX_GROUPS = 45
@@ -85,27 +86,22 @@ def _within_budget(columns: Columns, per_step: list[list[int]]) -> list[int]:
     return [group for groups in per_step for group in groups if group in kept]
 
 
-def read_groups(
-    store: Path,
-    groups: Sequence[int],
-    prox: Mapping[int, Mapping[str, list[float | None]]],
-    decode: Callable[[Sequence[int]], str],
-    max_staleness: int | None,
-) -> Iterator[dict[str, Any]]:
-    """Yield the chosen groups with their tokens.
-
-    `prox` has, by group and trace, the proximal log-probs of the sampled tokens. `decode` is for
-    `token_texts`. Tokens staler than `max_staleness` are masked; None is no bound.
-    """
-    with closing(RunReader(store)) as reader:
+def sample_groups(run: RunData) -> Iterator[dict[str, Any]]:
+    """Yield the groups of the rollout browser with their tokens; see CHOICE."""
+    lines = read_events(run.run_dir, "proximal")
+    # A resumed run repeats steps: the last line of a step is true.
+    recorded = {line["step"]: line["group_id"] for line in lines}
+    if not (groups := choose_groups(run.columns, recorded)):
+        return
+    prox = {of["group_id"]: of["prox"] for of in lines if recorded[of["step"]] == of["group_id"]}
+    decode = token_decoder(run.run_dir, run.config.get("model"))
+    with closing(RunReader(run.run_dir / STORE_FILE)) as reader:
         for group in groups:
             rows = list(reader.trajectories(group=group, kept=True, limit=_MEMBERS))
             if not rows:
                 continue  # the run has removed its tokens meanwhile
-            step = rows[0]["step"]
-            samples = [
-                _sample(row, prox.get(group, {}), decode, step, max_staleness) for row in rows
-            ]
+            bound, step = run.staleness_bound, rows[0]["step"]
+            samples = [_sample(row, prox.get(group, {}), decode, bound) for row in rows]
             known = [s["reward"] for s in samples if s["reward"] is not None]
             yield {
                 "group": group,
@@ -121,13 +117,18 @@ def _sample(
     row: Mapping[str, Any],
     prox: Mapping[str, list[float | None]],
     decode: Callable[[Sequence[int]], str],
-    step: int | None,
     max_staleness: int | None,
 ) -> dict[str, Any]:
+    """Return a trajectory for the browser.
+
+    `prox` has, by trace, the proximal log-probs of the sampled tokens. Tokens staler than
+    `max_staleness` are masked; None is no bound.
+    """
     ids, logprobs, versions = (row[key][:_LONGEST] for key in ("tokens", "logprobs", "versions"))
     name = trace_name(row["sample_index"], row["trace_index"])
     weights = _weights(prox.get(name), logprobs, versions)
-    bound = math.inf if step is None or max_staleness is None else max_staleness
+    staleness = (row["step"] or 0) - versions
+    bound = math.inf if row["step"] is None or max_staleness is None else max_staleness
     return {
         "sample": name,
         "reward": row["reward"],
@@ -139,7 +140,7 @@ def _sample(
         "texts": token_texts(ids.tolist(), decode),
         "logprobs": [_rounded(x) if v >= 0 else None for x, v in zip(logprobs, versions)],
         "weights": weights,
-        "overdue": np.flatnonzero((versions >= 0) & ((step or 0) - versions > bound)).tolist(),
+        "overdue": np.flatnonzero((versions >= 0) & (staleness > bound)).tolist(),
     }
 
 
