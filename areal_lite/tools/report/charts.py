@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from areal_lite.tools.report.run_data import Columns, Metrics, source_names
-from areal_lite.tools.report.timeline import requests_open, tokens_per_s
+from areal_lite.tools.report.run_data import Columns, Metrics, RunData, source_names
+from areal_lite.tools.report.timeline import requests_open, time_edges, tokens_per_s
 
-# Points of a line, at most.
+# Points of a line, at most, and bins of time.
 POINTS = 400
+BINS = 240
 _STEP = "training step"
 _SECONDS = "seconds since the first trajectory"
 
@@ -159,23 +160,24 @@ def line_chart(line: Line, metrics: Metrics) -> dict[str, Any]:
     return {**_frame(line.id, "line", line.title, line.note, _STEP, line.y), "series": series}
 
 
-def learning_charts(
-    metrics: Metrics, evals: Metrics, bound: int | None, columns: Columns
-) -> list[dict[str, Any]]:
-    """Return the charts over the training steps, and the histograms of staleness and length."""
+def charts_of(run: RunData, bins: int = BINS) -> dict[str, dict[str, Any]]:
+    """Return the charts of a run by their ids. Those over time have as many `bins`."""
+    metrics, columns, bound = run.metrics, run.columns, run.staleness_bound
     drawn = [(line, line_chart(line, metrics)) for line in LINES]
-    charts = [chart for line, chart in drawn if chart["series"] or not line.optional]
-    by_id = {chart["id"]: chart for chart in charts}
+    charts = {line.id: chart for line, chart in drawn if chart["series"] or not line.optional}
+    reward, staleness = charts["reward"]["series"], charts["staleness"]["series"]
     for name in source_names(metrics):
         x, y = course(metrics, f"reward_mean/{name}")
-        by_id["reward"]["series"] += [_series(f"reward, {name}", x, smooth(y))] * bool(len(x))
-    by_id["reward"]["series"] += _accuracies(evals)
-    steps = by_id["staleness"]["series"]
-    if bound is not None and steps:
-        ends = [min(steps[0]["x"]), max(steps[0]["x"])]
-        steps.append({"name": f"bound ({bound})", "style": "bound", "x": ends, "y": [bound] * 2})
-    after = {"staleness": staleness_chart(columns, bound), "length": length_chart(columns)}
-    return [chart for own in charts for chart in (own, after.get(own["id"])) if chart is not None]
+        reward += [_series(f"reward, {name}", x, smooth(y))] * bool(len(x))
+    reward += _accuracies(run.evals)
+    if bound is not None and staleness:
+        ends = [min(staleness[0]["x"]), max(staleness[0]["x"])]
+        bounds = {"name": f"bound ({bound})", "style": "bound", "x": ends, "y": [bound] * 2}
+        staleness.append(bounds)
+    more = [staleness_chart(columns, bound), length_chart(columns)]
+    if (edges := time_edges(columns, metrics, bins)) is not None:
+        more += speed_charts(columns, metrics, edges)
+    return charts | {chart["id"]: chart for chart in more}
 
 
 def staleness_chart(columns: Columns, bound: int | None) -> dict[str, Any]:

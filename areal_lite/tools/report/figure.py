@@ -22,10 +22,10 @@ from matplotlib.figure import Figure
 
 from areal_lite.run_dir.paths import REPORT_FILE
 from areal_lite.system.files import write_atomically
-from areal_lite.tools.report.charts import learning_charts, speed_charts
+from areal_lite.tools.report.charts import charts_of
 from areal_lite.tools.report.run_data import RunData, read_run
 from areal_lite.tools.report.summary import count_facts, headline
-from areal_lite.tools.report.timeline import build_windows, time_edges
+from areal_lite.tools.report.timeline import build_windows
 
 _GREY = "#718096"
 # Neighbors are far apart in hue, so that a change of version is visible.
@@ -74,11 +74,9 @@ def _draw_page(figure: Figure, run: RunData) -> None:
     figure.text(0.05, 0.925, text, fontsize=size, color=_GREY)
     edges = {"left": 0.05, "right": 0.985, "top": 0.875, "bottom": 0.05}
     grid = figure.add_gridspec(2, 3, height_ratios=(1, 2.1), hspace=0.27, wspace=0.17, **edges)
-    learning = learning_charts(run.metrics, run.evals, run.staleness_bound, run.columns)
-    charts = [chart for chart in learning if chart["id"] in ("reward", "staleness")]
-    if (bins := time_edges(run.columns, run.metrics, _THROUGHPUT_BINS)) is not None:
-        charts.append(speed_charts(run.columns, run.metrics, bins)[0])
-    for place, chart in enumerate(charts):
+    charts = charts_of(run, _THROUGHPUT_BINS)
+    shown = [charts[id] for id in ("reward", "staleness", "throughput") if id in charts]
+    for place, chart in enumerate(shown):
         draw_chart(figure.add_subplot(grid[0, place]), chart)
     _draw_timeline(figure.add_subplot(grid[1, :]), run)
 

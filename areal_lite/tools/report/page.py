@@ -27,11 +27,11 @@ from areal_lite.run_dir.paths import PAGE_FILE
 from areal_lite.run_dir.store_format import NOT_KEPT
 from areal_lite.system.files import to_plain, write_atomically
 from areal_lite.tools.formatting import short
-from areal_lite.tools.report.charts import LINES, learning_charts, line_chart, speed_charts
+from areal_lite.tools.report.charts import LINES, charts_of, line_chart
 from areal_lite.tools.report.rollouts import CHOICE, sample_groups
 from areal_lite.tools.report.run_data import RunData, read_run
 from areal_lite.tools.report.summary import FACTS, count_facts, fact_rows, headline
-from areal_lite.tools.report.timeline import build_windows, time_edges
+from areal_lite.tools.report.timeline import build_windows
 from areal_lite.trajectory import GroupState
 
 _FOLDER = Path(__file__).with_name("assets")
@@ -70,10 +70,7 @@ def run_page(run_dir: Path, follow: bool = False) -> str:
     """Return the page of a run; with `follow` it asks its server for news."""
     run = read_run(run_dir)
     facts = count_facts(run)
-    edges = time_edges(run.columns, run.metrics)
-    charts = learning_charts(run.metrics, run.evals, run.staleness_bound, run.columns)
-    if edges is not None:
-        charts += speed_charts(run.columns, run.metrics, edges)
+    charts = charts_of(run)
     windows = build_windows(run.columns, run.metrics)
     rows = fact_rows(facts)
     shown = [fact.key in _FIGURES and facts[fact.key] is not None for fact in FACTS]
@@ -84,7 +81,7 @@ def run_page(run_dir: Path, follow: bool = False) -> str:
         f" {NOT_KEPT.capitalize()}: {removed:,} groups." if removed else ""
     )
     return render(
-        {"charts": {chart["id"]: chart for chart in charts}, "windows": windows},
+        {"charts": charts, "windows": windows},
         groups,
         kind="areal_lite run",
         title=run.name,
@@ -129,11 +126,11 @@ def render(data: Mapping[str, Any], heavy: Sequence[Any], **context: Any) -> str
     )
 
 
-def _sections(charts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _sections(charts: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Put the charts under headings, without headings that have none."""
-    others = {chart["id"] for chart in charts}.difference(*(ids for _, ids in _SECTIONS.values()))
+    others = charts.keys() - set().union(*(ids for _, ids in _SECTIONS.values()))
     sections = [
-        {"id": id, "title": title, "charts": [chart for chart in charts if chart["id"] in ids]}
+        {"id": id, "title": title, "charts": [charts[key] for key in charts if key in ids]}
         for id, (title, ids) in {"learning": ("Learning", others), **_SECTIONS}.items()
     ]
     return [section for section in sections if section["charts"]]

@@ -20,7 +20,6 @@ Spans = tuple[np.ndarray, np.ndarray]
 Pauses = dict[int, tuple[float, float]]
 """By version, the start of the pause of its push, and its seconds."""
 
-BINS = 240
 # Bars and pushes of a window, at most.
 BARS = 160
 _PUSHES = 4
@@ -76,7 +75,7 @@ def downtime_s(metrics: Metrics) -> float:
     return sum(max(gap, 0.0) for gap in gaps)
 
 
-def time_edges(columns: Columns, metrics: Metrics, bins: int = BINS) -> np.ndarray | None:
+def time_edges(columns: Columns, metrics: Metrics, bins: int) -> np.ndarray | None:
     """Return the edges of equal bins over the run; None before it."""
     if len(columns):
         begin, end = float(columns.started.min()), float(columns.finished.max())

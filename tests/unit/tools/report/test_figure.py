@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from areal_lite.tools.report.charts import learning_charts, smooth
+from areal_lite.tools.report.charts import charts_of, smooth
 from areal_lite.tools.report.figure import draw_chart, write_report
 from areal_lite.tools.report.run_data import read_run
 from areal_lite.tools.report.timeline import pushes_of, segment_spans, tokens_per_s
@@ -92,7 +92,7 @@ def test_each_data_source_has_a_line(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = read_run(tmp_path)
     axes = Figure().add_subplot()
-    draw_chart(axes, learning_charts(run.metrics, run.evals, 4, run.columns)[0])
+    draw_chart(axes, charts_of(run)["reward"])
     lines = {line.get_label(): line for line in axes.get_lines()}
     line = lines["reward, short"]
     assert list(line.get_xdata()) == [0, 1, 3, 4, 5]

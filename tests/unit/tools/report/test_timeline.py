@@ -68,7 +68,7 @@ def test_columns_are_those_of_the_store(run: Path, columns: Columns) -> None:
 
 def test_a_run_without_a_store_has_no_trajectories(tmp_path: Path) -> None:
     columns = read_columns(tmp_path / "trajectories.sqlite")
-    assert len(columns) == 0 and time_edges(columns, []) is None
+    assert len(columns) == 0 and time_edges(columns, [], 9) is None
     (tmp_path / "metrics.jsonl").touch()
     assert count_facts(read_run(tmp_path))["trajectories"] == 0
 
@@ -115,7 +115,7 @@ def test_mean_open_is_the_integral_of_open_spans() -> None:
 
 
 def test_rates_and_requests_add_up_to_the_run(run: Path, columns: Columns) -> None:
-    edges = time_edges(columns, read_metrics(run))
+    edges = time_edges(columns, read_metrics(run), 240)
     assert edges is not None
     width = edges[1] - edges[0]
     assert tokens_per_s(columns, edges).sum() * width == pytest.approx(columns.sampled.sum())
