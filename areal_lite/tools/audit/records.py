@@ -7,6 +7,8 @@ it. Settings are read without their schema, which takes much longer: a run may h
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +42,9 @@ def settings_of_starts(run_dir: Path) -> list[Settings]:
 def _read(run_dir: Path, name: str) -> Settings:
     stored = stored_settings(run_dir, name)
     try:
-        return {key: _select(stored, key) for key in _KEYS}
-    except KeyError as error:
-        raise ValueError(f"{run_dir / name} lacks {error}: no training run wrote it") from error
-
-
-def _select(stored: Any, key: str) -> Any:
-    for part in key.split("."):
-        if not isinstance(stored, dict) or part not in stored:
-            raise KeyError(key)
-        stored = stored[part]
-    return stored
+        return {key: reduce(getitem, key.split("."), stored) for key in _KEYS}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{run_dir / name}: no training run wrote it, it lacks {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
