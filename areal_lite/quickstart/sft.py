@@ -73,7 +73,7 @@ def warm_up_view(config: SftConfig, run_dir: Path) -> View:
     return replace(
         view,
         eta_s=eta(times_s, total - done, 0.0),
-        line={"loss": losses[-1]},
+        line=[f"loss {short(losses[-1])}"],
         sections={
             "learning": {"loss": f"{short(losses[-1])} {sparkline(losses, 10)}"},
             "speed": {"demonstrations": f"{short(rate)}/s"},

@@ -86,7 +86,7 @@ class View:
     done: int  # units that are complete
     total: int  # units of all the work
     eta_s: float | None = None  # seconds until all are complete; None if unknown
-    line: Mapping[str, Any] = field(default_factory=dict)  # values for a line in a log, by name
+    line: Sequence[str] = ()  # what a line in a log says besides
     sections: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by title and name
     waits: Mapping[str, str] = field(default_factory=dict)  # what each part does or waits for
     notices: Sequence[Notice] = ()  # what to look at, the most important first
@@ -255,16 +255,8 @@ def takes_panel(console: Console) -> bool:
 
 
 def progress_line(view: View, elapsed_s: float) -> str:
-    """Return the text of a progress line, `elapsed_s` seconds after the start.
-
-    A value reads `name value`, except `tok_per_s`, which reads `4.1k tok/s`. None is left out.
-    """
-    parts = [f"{view.unit} {view.done}/{view.total}"]
-    for name, value in view.line.items():
-        if value is None:
-            continue
-        rate = name.removesuffix("_per_s")
-        parts.append(f"{name} {short(value)}" if rate == name else f"{short(value)} {rate}/s")
+    """Return the text of a progress line, `elapsed_s` seconds after the start."""
+    parts = [f"{view.unit} {view.done}/{view.total}", *view.line]
     if view.done >= view.total:
         parts.append(f"took {duration(elapsed_s)}")
     elif view.eta_s is not None:
@@ -329,7 +321,7 @@ def train_view(state: RunState) -> View:
         done=state.done,
         total=steps,
         eta_s=eta(times_s, steps - state.done, state.since_step_s),
-        line=step_line(state.newest) if state.steps else {},
+        line=step_line(state.newest) if state.steps else (),
         sections={
             "learning": _learning(state),
             **generation,
@@ -351,14 +343,12 @@ def eta(times_s: Sequence[float], left: int, since_s: float) -> float | None:
     return max(sum(times_s) / len(times_s) * left - since_s, 0.0)
 
 
-def step_line(step: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the values of the progress line from a line of metrics.jsonl."""
-    return {
-        "reward": step["reward_mean"],
-        "staleness": step["staleness_mean"],
-        "tok_per_s": step["tokens"] / step["time_s"],
-        "pause": None if step["pause_s"] is None else pause(step["pause_s"]),
-    }
+def step_line(step: Mapping[str, Any]) -> list[str]:
+    """Return what a progress line says of a line of metrics.jsonl."""
+    means = {"reward": step["reward_mean"], "staleness": step["staleness_mean"]}
+    line = [f"{name} {short(value)}" for name, value in means.items() if value is not None]
+    line.append(f"{short(step['tokens'] / step['time_s'])} tok/s")
+    return line if step["pause_s"] is None else [*line, f"pause {pause(step['pause_s'])}"]
 
 
 def _learning(state: RunState) -> dict[str, str]:
