@@ -58,11 +58,23 @@ FACTS = (
     Fact("clip_fraction_mean", "mean share of clipped tokens", "{:.2%}".format),
     Fact("behavior_weight_max", "largest behavior weight", short),
 )
-_FACTS_OF_START = (
-    Fact("requests_drained", "requests drained for a push", _count),
-    Fact("trajectories_lost", "trajectories lost", _count),
-    Fact("wall_s", "wall time of this start", duration),
-)
+# The rows of the table in the terminal, with the values of a summary.
+_SUMMARY = {
+    "held-out accuracy, greedy": "{greedy_before} → {greedy_after}",
+    "held-out accuracy, sampled": "{sampled_before} → {sampled_after}",
+    "held-out problems": "{eval_problems}",
+    "training steps": "{steps} of {steps_planned}",
+    "trained on": "{tokens_per_s} tokens/s, {trajectories_per_s} trajectories/s",
+    "staleness": "mean {staleness_mean}, largest {max_staleness}, bound {staleness_bound}",
+    "trajectories of more than one version": "{multi_segment_share}",
+    "{off_policy_label}": "{clip_fraction_mean} of tokens clipped, "
+    "behavior weights up to {behavior_weight_max}",
+    "weight pushes": "{pushes}",
+    "pause per push": "mean {pause_s_mean}, longest {pause_s_max}",
+    "requests drained for a push": "{requests_drained}",
+    "trajectories lost": "{trajectories_lost}",
+    "wall time of this start": "{wall_s}",
+}
 
 
 def count_facts(run: RunData) -> dict[str, Any]:
@@ -216,15 +228,16 @@ def _counts(run: RunData) -> dict[str, Any]:
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
-    """Lay out the result of `build_summary`, as a page does its facts."""
-    said = headline(summary, summary["steps_planned"], ended=True)
-    table = Table(title="Summary of the run", caption=said, show_header=False)
-    table.title_justify = table.caption_justify = "left"
+    """Lay out the result of `build_summary`. Unknown values are shown as a dash."""
+    forms = {fact.key: fact.text for fact in FACTS}
+    forms |= {"trajectories_per_s": short, "wall_s": duration}
+    texts = {key: "–" if v is None else forms.get(key, str)(v) for key, v in summary.items()}
+    table = Table(title="Summary of the run", show_header=False, title_justify="left")
     table.add_column(style="bold")
     if missing := summary.get("no_signal"):
         table.add_row("what went wrong", Text(missing))  # answers of a model could be markup
-    for fact in (*FACTS, *_FACTS_OF_START):
-        table.add_row(fact.name, _text(fact, summary[fact.key]))
+    for name, text in _SUMMARY.items():
+        table.add_row(name.format_map(texts), text.format_map(texts))
     return table
 
 

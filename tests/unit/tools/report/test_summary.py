@@ -9,7 +9,7 @@ from rich.console import Console
 from areal_lite.config import save_config
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.system.files import write_json
-from areal_lite.tools.report.summary import FACTS, build_summary, summary_table
+from areal_lite.tools.report.summary import build_summary, summary_table
 from tests.unit.tools.report.synthetic_run import GROUPS, T0, config_of, hand_made
 
 
@@ -24,11 +24,6 @@ def text_of(summary):
     with console.capture() as capture:
         console.print(summary_table(summary))
     return capture.get()
-
-
-def rows_of(summary):
-    rows = [line.split("│") for line in text_of(summary).splitlines() if line.startswith("│")]
-    return {row[1].strip(): row[2].strip() for row in rows}
 
 
 def test_the_accuracy_after_training_is_the_worse_of_the_two(complete):
@@ -73,21 +68,20 @@ def test_clipping_and_weights_of_the_steps_that_have_them(tmp_path):
     second |= {"clip_fraction": 0.004, "weight_max": 1.5}
     log.write_text("".join(json.dumps(step) + "\n" for step in (first, second)))
     summary = build_summary(tmp_path, config, 0.0, 1.0)
-    assert summary["off_policy_label"] == "decoupled PPO"
-    assert rows_of(summary)["mean share of clipped tokens"] == "0.25%"
-    assert rows_of(summary)["largest behavior weight"] == "2"
+    shown = text_of(summary)
+    assert "decoupled PPO" in shown
+    assert "0.25% of tokens clipped, behavior weights up to 2" in shown
 
 
-def test_a_loss_that_clips_nothing_shows_its_weights_alone(tmp_path):
+def test_a_loss_that_clips_nothing_shows_a_dash(tmp_path):
     config = hand_made(tmp_path)
     config.algo.loss = "tb"
     log = tmp_path / "metrics.jsonl"
     steps = [json.loads(line) for line in log.read_text().splitlines()]
     log.write_text("".join(json.dumps({**step, "weight_max": 1.5}) + "\n" for step in steps))
-    summary = build_summary(tmp_path, config, 0.0, 1.0)
-    assert summary["off_policy_label"] == "off-policy data"
-    assert rows_of(summary)["largest behavior weight"] == "1.5"
-    assert rows_of(summary)["mean share of clipped tokens"] == "–"
+    shown = text_of(build_summary(tmp_path, config, 0.0, 1.0))
+    assert "off-policy data" in shown and "decoupled" not in shown
+    assert "– of tokens clipped, behavior weights up to 1.5" in shown
 
 
 def test_totals_of_the_controller(complete):
@@ -122,8 +116,7 @@ def test_a_killed_run_has_the_values_that_it_got_to(tmp_path):
         and summary["controller"] is None
     )
     json.dumps(summary, allow_nan=False)
-    assert rows_of(summary)["accuracy before training, greedy"] == "30.0%"
-    assert rows_of(summary)["accuracy of the last evaluation, greedy"] == "–"
+    assert "30.0% → –" in text_of(summary)
 
 
 def test_an_evaluation_without_samples_still_has_an_accuracy_after(tmp_path):
@@ -157,21 +150,14 @@ def test_no_such_run(tmp_path):
 
 
 def test_the_table_has_every_value(complete):
-    assert "Held-out accuracy went from 20% to 70% (sampled)." in text_of(complete)
-    shown = rows_of(complete)
-    for fact, value in {
-        "accuracy before training, greedy": "30.0%",
-        "accuracy of the last evaluation, greedy": "60.0%",
-        "training steps": "2",
-        "tokens trained on per second": "16",
-        "mean staleness, steps": "0.75",
-        "largest staleness, steps": "2",
-        "trajectories of more than one weight version": "50.0%",
-        "mean pause per push": "200 ms",
-        "longest pause": "300 ms",
-        "requests drained for a push": "0",
-        "trajectories lost": "0",
-        "wall time of this start": "0:50",
-    }.items():
-        assert shown[fact] == value
-    assert len(shown) == len(FACTS) + 3
+    text = text_of(complete)
+    for part in (
+        "30.0% → 60.0%",
+        "20.0% → 70.0%",
+        "2 of 2",
+        "16 tokens/s, 0.4 trajectories/s",
+        "mean 0.75, largest 2, bound 2",
+        "50.0%",
+    ):
+        assert part in text
+    assert "mean 200 ms, longest 300 ms" in text and "0:50" in text
