@@ -1,7 +1,7 @@
 """The progress of running work: a panel on a terminal, lines in a log.
 
     ╭─ training · runs/first ───────────────────────────────────╮
-    │ step 34 of 60  ETA 0:54  57%                              │
+    │ step 34 of 60  57%  ETA 0:54                              │
     │ ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━━━ │
     │                                                           │
     │ trainer     trains on step 35                             │
@@ -136,7 +136,7 @@ def _content(view: View, columns: int) -> Iterator[Table | Columns | Text]:
     share = f"{view.done / max(view.total, 1):.0%}"
     head = Table.grid(expand=True)
     head.add_column(no_wrap=True, overflow="ellipsis", style="bold")
-    head.add_row(f"{view.unit} {view.done} of {view.total}{left}  {share}")
+    head.add_row(f"{view.unit} {view.done} of {view.total}  {share}{left}")
     bar = {"complete_style": "cyan", "finished_style": "green"}
     head.add_row(ProgressBar(total=max(view.total, 1), completed=view.done, **bar))
     yield head
