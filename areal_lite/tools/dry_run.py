@@ -294,15 +294,14 @@ def push_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> list
     """Show the size of a push; `itemsize`: bytes of one of the trainer's weights."""
     transport = choose_transport(config)
     chosen = "" if transport == config.sync.transport else f", which is {transport} here"
-    buckets = memory.push_buckets(hf, config.trainer, itemsize, BUCKET_BYTES)
-    size = byte_size(sum(buckets))
-    what = f"{size} in {counted(len(buckets), 'bucket')}, the largest {byte_size(max(buckets))},"
+    size = byte_size(memory.pushed_parameters(hf, config.trainer) * itemsize)
+    what = f"{size} in buckets of about {byte_size(BUCKET_BYTES)}"
     if transport == "adapters":
         adapters = memory.pushed_adapter_parameters(hf, config.trainer.lora) * itemsize
-        what = f"{byte_size(adapters)} of adapters, in place of {size} of weights,"
+        what = f"{byte_size(adapters)} of adapters, in place of {size} of weights"
     kept = {"memory": "which the servers share", "delta": "for a copy of what the servers have"}
     return [
-        f"{what} to each server (sync.transport={config.sync.transport}{chosen})",
+        f"{what}, to each server (sync.transport={config.sync.transport}{chosen})",
         cadence_line(config),
         *([f"{size} of the trainer's memory, {kept[transport]}"] if transport in kept else []),
     ]

@@ -28,7 +28,6 @@ pipeline stage.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from itertools import groupby
 
 from transformers import PretrainedConfig
 
@@ -383,21 +382,10 @@ def kv_bytes_per_token(hf: PretrainedConfig, itemsize: int, tensor_parallel: int
     return 2 * has_delta_net(hf).count(False) * heads * head_dim(hf) * itemsize
 
 
-def push_buckets(
-    hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, bucket_bytes: int
-) -> list[int]:
-    """Count the bytes of each bucket of a push of all weights (`WeightStream.buckets`)."""
-    buckets = [0]
-    found = parameter_sizes(hf, padded_vocab(hf, trainer.tensor_parallel))
-    for _, group in groupby(found, lambda each: layout(each[0], hf).names):
-        names, sizes = zip(*group)
-        if not layout(names[0], hf).trained:
-            continue
-        size = sum(sizes)
-        if buckets[-1] and buckets[-1] + size * itemsize > bucket_bytes:
-            buckets.append(0)
-        buckets[-1] += size * itemsize
-    return buckets
+def pushed_parameters(hf: PretrainedConfig, trainer: TrainerConfig) -> int:
+    """Count the numbers in a push of all weights."""
+    sizes = parameter_sizes(hf, padded_vocab(hf, trainer.tensor_parallel))
+    return sum(size for name, size in sizes if layout(name, hf).trained)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -158,14 +158,9 @@ def test_a_key_and_a_value_in_each_layer_of_each_head():
     assert memory.kv_bytes_per_token(hf, 2, 4) == memory.kv_bytes_per_token(hf, 2, 2)
 
 
-def test_buckets_of_a_push():
+def test_a_push_has_every_parameter_once():
     hf = hf_config("qwen3_moe")
-    whole = memory.num_parameters(hf) * 4
-    assert memory.push_buckets(hf, TrainerConfig(), 4, 2**30) == [whole]
-    buckets = memory.push_buckets(hf, TrainerConfig(), 4, 40_000)
-    assert sum(buckets) == whole
-    assert max(buckets) <= 40_000
-    assert all(a + b > 40_000 for a, b in zip(buckets, buckets[1:]))
+    assert memory.pushed_parameters(hf, TrainerConfig()) == memory.num_parameters(hf)
 
 
 @pytest.fixture
@@ -226,7 +221,7 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(model, tmp_path, capsys, mo
     )
     shown = capsys.readouterr().out
     assert f"{memory.num_parameters(hf_config('qwen3')):,} parameters" in shown
-    assert "trainer: 2 ranks" in shown and "1 reward worker," in shown and " 1 buckets" not in shown
+    assert "trainer: 2 ranks" in shown and "1 reward worker," in shown
     assert "objective: ppo, decoupled, advantages grpo" in shown
     assert "reward: areal_lite.quickstart.addition:addition_reward" in shown
     assert "workflow: areal_lite.rollout.episode:single_turn" in shown
