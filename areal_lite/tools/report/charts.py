@@ -25,17 +25,13 @@ _SECONDS = "seconds since the first trajectory"
 
 
 class Line(NamedTuple):
-    """A chart over the training steps: `keys` are (key of metrics.jsonl, name in the legend).
-
-    An `optional` one is left out of a page if no run has one of the keys.
-    """
+    """A chart over the training steps: `keys` are (key of metrics.jsonl, name in the legend)."""
 
     id: str
     title: str
     y: str
     keys: tuple[tuple[str, str], ...]
     note: str
-    optional: bool = False
 
 
 LINES = (
@@ -92,7 +88,6 @@ LINES = (
         (("reference_kl", "reference policy"),),
         "How far the policy in training is from the policy of the KL term. It falls towards a "
         "teacher, and rises from the initial policy; a steep rise is a warning.",
-        optional=True,
     ),
     Line(
         "value_error",
@@ -100,7 +95,6 @@ LINES = (
         "squared reward",
         (("value_error", "mean squared error"),),
         "How far the critic's values are from the returns that they predict. It should fall.",
-        optional=True,
     ),
     Line(
         "value_explained",
@@ -109,7 +103,6 @@ LINES = (
         (("value_explained", "explained variance"),),
         "A perfect critic has 1; knowing the mean alone gives 0. A critic below 0 is worse than "
         "that: its values then add noise to the advantages.",
-        optional=True,
     ),
     Line(
         "length",
@@ -133,7 +126,6 @@ LINES = (
         (("wait_s", "waits for a batch"), ("train_s", "trains"), ("push_s", "pushes weights")),
         "A trainer that waits long has too few or too slow servers. One that never waits holds the "
         "servers back, unless few groups are in the queue.",
-        optional=True,
     ),
     Line(
         "queue",
@@ -142,7 +134,6 @@ LINES = (
         (("queue_depth", "left after a batch was taken"),),
         "Finished groups that wait for the trainer. Their tokens get staler meanwhile. At 0 each "
         "batch waits for its last group.",
-        optional=True,
     ),
 )
 
@@ -161,10 +152,12 @@ def line_chart(line: Line, metrics: Metrics) -> dict[str, Any]:
 
 
 def charts_of(run: RunData, bins: int = BINS) -> dict[str, dict[str, Any]]:
-    """Return the charts of a run by their ids. Those over time have as many `bins`."""
+    """Return the charts of a run by their ids, without empty ones over the training steps.
+
+    Charts over time have as many `bins`.
+    """
     metrics, columns, bound = run.metrics, run.columns, run.staleness_bound
-    drawn = [(line, line_chart(line, metrics)) for line in LINES]
-    charts = {line.id: chart for line, chart in drawn if chart["series"] or not line.optional}
+    charts = {line.id: line_chart(line, metrics) for line in LINES}
     reward, staleness = charts["reward"]["series"], charts["staleness"]["series"]
     for name in source_names(metrics):
         x, y = course(metrics, f"reward_mean/{name}")
@@ -177,7 +170,8 @@ def charts_of(run: RunData, bins: int = BINS) -> dict[str, dict[str, Any]]:
     more = [staleness_chart(columns, bound), length_chart(columns)]
     if (edges := time_edges(columns, metrics, bins)) is not None:
         more += speed_charts(columns, metrics, edges)
-    return charts | {chart["id"]: chart for chart in more}
+    shown = {id: chart for id, chart in charts.items() if chart["series"]}
+    return shown | {chart["id"]: chart for chart in more}
 
 
 def staleness_chart(columns: Columns, bound: int | None) -> dict[str, Any]:

@@ -205,7 +205,7 @@ def run_names(run_dirs: Sequence[Path]) -> list[str]:
 
 
 def overlaid_charts(runs: Sequence[RunData], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return each chart with the first series of every run, in the run's color."""
+    """Return each chart with the first series of every run that has one, in the run's color."""
     charts = []
     for line in LINES:
         own = [line_chart(line._replace(keys=line.keys[:1]), run.metrics) for run in runs]
@@ -214,12 +214,10 @@ def overlaid_charts(runs: Sequence[RunData], names: Sequence[str]) -> list[dict[
             for index, (chart, name) in enumerate(zip(own, names))
             if chart["series"]
         ]
-        if line.optional and not series:
-            continue
         several = f": {line.keys[0][1]}" if len(line.keys) > 1 else ""
         charts.append({**own[0], "title": f"{line.title}{several}", "series": series})
     charts[0] |= {"title": "Reward", "y": "reward", "note": _REWARD_NOTE}
-    return charts
+    return [chart for chart in charts if chart["series"]]
 
 
 def config_differences(configs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
