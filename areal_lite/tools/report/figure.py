@@ -84,9 +84,6 @@ def _draw_page(figure: Figure, run: RunData) -> None:
 def draw_chart(axes: Axes, chart: Mapping[str, Any]) -> None:
     """Draw a chart of lines (charts.py). A faint line has the color of the line after it."""
     axes.set(title=chart["title"], xlabel=chart["x"], ylabel=chart["y"])
-    if not chart["series"]:
-        _show_empty(axes)
-        return
     colors, faint, color = itertools.cycle(_COLORS), False, ""
     for one in chart["series"]:
         color = color if faint else next(colors)
@@ -113,12 +110,6 @@ def draw_chart(axes: Axes, chart: Mapping[str, Any]) -> None:
     axes.legend(ncols=3, columnspacing=1.2, handlelength=1.5, **corner)
 
 
-def _show_empty(axes: Axes) -> None:
-    center = {"ha": "center", "va": "center", "transform": axes.transAxes}
-    axes.text(0.5, 0.5, "nothing yet", color=_GREY, fontsize=14, **center)
-    axes.set(xticks=[], yticks=[])
-
-
 def _draw_timeline(axes: Axes, run: RunData) -> None:
     """Draw trajectories from the middle, and the pushes that interrupted them."""
     windows = build_windows(run.columns, run.metrics)
@@ -128,7 +119,8 @@ def _draw_timeline(axes: Axes, run: RunData) -> None:
     axes.set_title(note, loc="right", pad=30, fontsize=11, fontweight="normal", color=_GREY)
     axes.spines["left"].set_visible(False)
     if not windows:
-        _show_empty(axes)
+        axes.text(0.5, 0.5, "nothing yet", color=_GREY, transform=axes.transAxes)
+        axes.set(xticks=[], yticks=[])
         return
     window = windows[len(windows) // 2]
     bars = window["bars"][:: 1 + len(window["bars"]) // _TIMELINE_ROWS]
