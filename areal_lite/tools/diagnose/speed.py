@@ -4,53 +4,36 @@ import numpy as np
 
 from areal_lite.tools.diagnose.history import History, Sign, finding, hint, limit
 
+_STALEST = "staleness_max"
+_HELD_BACK = {
+    "title": "The staleness bound holds generation back while the trainer waits",
+    "cause": "a few long trajectories keep a batch open, and no others may start",
+    "change": "raise `buffer.max_staleness` by one, or lower `rollout.max_new_tokens`",
+}
+
 
 @finding(
     "The trainer waits for the servers",
-    flag="above {wait_share:.0%} of the time, with as many requests in flight as allowed, or "
-    "tokens fresher than they may be",
+    flag="above {wait_share:.0%} of the time; the staleness bound may be the reason, where tokens "
+    "are at the bound and fewer requests in flight than allowed",
     cause="generation is slower than training",
     change="raise `server.count`, or `rollout.max_concurrent` if the servers have memory for more "
     "requests; lower `rollout.max_new_tokens`",
     unless=("failed_servers", "stalled"),
 )
 def slow_servers(run: History) -> Sign | None:
-    waits = _waiting(run)
-    return None if waits is None or _held_back(run) else hint(waits)
-
-
-@finding(
-    "The staleness bound holds generation back while the trainer waits",
-    flag="above {wait_share:.0%} of the time, with tokens at the bound and fewer requests in "
-    "flight than allowed",
-    cause="a few long trajectories keep a batch open, and no others may start",
-    change="raise `buffer.max_staleness` by one, or lower `rollout.max_new_tokens`",
-    unless=("failed_servers", "stalled"),
-)
-def tight_staleness(run: History) -> Sign | None:
-    waits = _waiting(run)
-    return hint(waits) if waits is not None and _held_back(run) else None
-
-
-def _waiting(run: History) -> str | None:
-    """Describe a trainer that waits long; None if it does not, or if the schedule makes it."""
-    wait, share = run.share_of_time("wait_s"), _in_flight(run)
+    wait, share, staleness = run.share_of_time("wait_s"), _in_flight(run), run.middle(_STALEST)
     if run.takes_turns or wait is None or wait <= limit("wait_share"):
         return None
-    return (
+    found = hint(
         f"the trainer waits {wait:.0%} of the time; requests in flight {share:.0%} of the limit; "
-        f"staleness up to {np.nanmax(run.values('staleness_max')):.0f} of "
+        f"staleness up to {np.nanmax(run.values(_STALEST)):.0f} of "
         f"{run.config.buffer.max_staleness}"
     )
-
-
-def _held_back(run: History) -> bool:
-    """Return whether tokens are as stale as allowed while fewer requests run than allowed."""
-    staleness = run.middle("staleness_max")
     # Between two pushes the age of the oldest tokens rises to the bound.
     lowest = run.config.max_lead - run.config.sync.every + 1
     at_bound = len(staleness) and np.median(staleness) >= lowest
-    return bool(at_bound) and _in_flight(run) < limit("full_share")
+    return found._replace(words=_HELD_BACK) if at_bound and share < limit("full_share") else found
 
 
 def _in_flight(run: History) -> float:

@@ -147,7 +147,7 @@ CASES: list[tuple[str, Severity, dict[str, Any], str]] = [
         "2.8k at step 12",
     ),
     ("slow_servers", HINT, {"wait_s": 6.0}, "waits 60%"),
-    ("tight_staleness", HINT, {"wait_s": 5.0, "staleness_max": 4, "in_flight": 20}, "31%"),
+    ("slow_servers", HINT, {"wait_s": 5.0, "staleness_max": 4, "in_flight": 20}, "31%"),
     ("slow_trainer", HINT, {"wait_s": 0.01, "queue_depth": 90, "in_flight": 2}, "90 groups"),
     (
         "slow_trainer",
@@ -175,6 +175,19 @@ def test_a_failure_is_the_only_finding(
     tmp_path: Path, name: str, severity: Severity, series: dict[str, Any], number: str
 ) -> None:
     assert number in the_only(make_run(tmp_path / "run", **series), name, severity)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "title", "change"),
+    [
+        (64, "The trainer waits for the servers", "raise `server.count`"),
+        (20, "The staleness bound holds generation back", "raise `buffer.max_staleness` by one"),
+    ],
+)
+def test_why_the_trainer_waits(tmp_path: Path, in_flight: int, title: str, change: str) -> None:
+    run_dir = make_run(tmp_path / "run", wait_s=5.0, staleness_max=4, in_flight=in_flight)
+    found = findings(run_dir)["slow_servers"]
+    assert found.title.startswith(title) and found.change.startswith(change)
 
 
 def test_prompts_in_quarantine_are_found(tmp_path: Path) -> None:
