@@ -135,8 +135,8 @@ def _content(view: View, columns: int) -> Iterator[Table | Columns | Text]:
     left = "" if view.eta_s is None else f"  ETA {duration(view.eta_s)}"
     share = f"{view.done / max(view.total, 1):.0%}"
     head = Table.grid(expand=True)
-    head.add_column(no_wrap=True, overflow="ellipsis", style="bold")
-    head.add_row(f"{view.unit} {view.done} of {view.total}  {share}{left}")
+    head.add_column(no_wrap=True, overflow="ellipsis")
+    head.add_row(Text(f"{view.unit} {view.done} of {view.total}  {share}{left}", style="bold"))
     bar = {"complete_style": "cyan", "finished_style": "green"}
     head.add_row(ProgressBar(total=max(view.total, 1), completed=view.done, **bar))
     yield head

@@ -200,7 +200,7 @@ def test_a_browser_draws_hostile_data_without_running_it(tmp_path: Path) -> None
 
     async def use(session: Session) -> None:
         plots = await session.value("document.querySelectorAll('svg[role=img]').length")
-        assert plots >= 13, "charts and the timeline"
+        assert plots >= 10, "the charts that have data, and the timeline"
         for selector in ("[data-timeline] svg[role=img]", "[data-rollouts] [role=group][tabindex]"):
             groups = await session.value("document.querySelectorAll('.groups button').length")
             for number in range(groups):

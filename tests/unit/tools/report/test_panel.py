@@ -48,7 +48,11 @@ VIEW = View(
 )
 AT_80 = """\
 ╭─ training · runs/first ────────────────────────────────────────────────────╮
-│ step 34 of 60  ━━━━━━━━━━━━━━━━━━━━━━━━╸                     57%  ETA 0:54 │
+│ step 34 of 60  57%  ETA 0:54                                               │
+│ ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╸                                 │
+│                                                                            │
+│ trainer     waits for 12 of 64 groups of step 35                           │
+│ servers     generate: 368 requests                                         │
 │                                                                            │
 │ learning                              generation                           │
 │ reward           0.71                 servers ready    1 of 1              │
@@ -57,27 +61,29 @@ AT_80 = """\
 │ speed                                                                      │
 │ tokens           5.6k/s                                                    │
 │                                                                            │
-│ trainer     waits for 12 of 64 groups of step 35                           │
-│ servers     generate: 368 requests                                         │
-│                                                                            │
 │ hint        Most groups are too easy: all their trajectories succeed       │
 │ warning     05:56:40 controller: the rollout of group 12 failed            │
 ╰───────────────────────────────────────────────────────────── 1:12 elapsed ─╯
 """
 AT_40 = """\
 ╭─ training · runs/first ────────────╮
-│ step 34 of 60  ETA 0:54            │
-│ ━━━━━━━━━━━━━━━━               57% │
-│                                    │
-│ reward           0.71              │
-│ greedy accuracy  86.1%, step 30    │
-│ servers ready    1 of 1            │
-│ in flight        368 of 384        │
-│ tokens           5.6k/s            │
+│ step 34 of 60  57%  ETA 0:54       │
+│ ━━━━━━━━━━━━━━━━━━━                │
 │                                    │
 │ trainer     waits for 12 of 64     │
 │             groups of step 35      │
 │ servers     generate: 368 requests │
+│                                    │
+│ learning                           │
+│ reward           0.71              │
+│ greedy accuracy  86.1%, step 30    │
+│                                    │
+│ generation                         │
+│ servers ready    1 of 1            │
+│ in flight        368 of 384        │
+│                                    │
+│ speed                              │
+│ tokens           5.6k/s            │
 │                                    │
 │ hint        Most groups are too e… │
 │ warning     05:56:40 controller: … │
@@ -113,7 +119,7 @@ def test_no_line_is_wider_than_the_terminal(columns):
 
 def test_a_wide_terminal_shows_the_same_rows():
     at_80, at_120 = (render(VIEW, columns).splitlines() for columns in (80, 120))
-    assert [line.split() for line in at_80[2:-1]] == [line.split() for line in at_120[2:-1]]
+    assert [line.split() for line in at_80[3:-1]] == [line.split() for line in at_120[3:-1]]
 
 
 @pytest.mark.parametrize("lines", range(1, 20))
@@ -127,9 +133,9 @@ def test_a_low_terminal_keeps_the_bar_and_the_waits(columns, lines):
 
 
 def test_notices_go_first_and_one_by_one():
-    assert "hint" in render(VIEW, 80, 15) and "warning" not in render(VIEW, 80, 15)
-    assert "tokens" in render(VIEW, 80, 14) and "hint" not in render(VIEW, 80, 14)
-    assert "tokens" not in render(VIEW, 80, 12)
+    assert "hint" in render(VIEW, 80, 16) and "warning" not in render(VIEW, 80, 16)
+    assert "tokens" in render(VIEW, 80, 15) and "hint" not in render(VIEW, 80, 15)
+    assert "tokens" not in render(VIEW, 80, 13)
 
 
 def test_colors_add_nothing_that_the_text_lacks():
