@@ -137,7 +137,7 @@ def _content(view: View, columns: int) -> Iterator[Table | Columns | Text]:
     head = Table.grid(expand=True)
     head.add_column(no_wrap=True, overflow="ellipsis")
     head.add_row(Text(f"{view.unit} {view.done} of {view.total}  {share}{left}", style="bold"))
-    bar = {"complete_style": "cyan", "finished_style": "green"}
+    bar: dict[str, Any] = {"complete_style": "cyan", "finished_style": "green"}
     head.add_row(ProgressBar(total=max(view.total, 1), completed=view.done, **bar))
     yield head
     width = columns if columns < _LEAST_TWO_COLUMNS else (columns - _GAP) // 2
