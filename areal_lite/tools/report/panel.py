@@ -115,7 +115,8 @@ class ViewPanel:
             subtitle=f"{duration(self.elapsed_s)} elapsed",
             subtitle_align="right",
             width=columns,
-            height=min(len(lines), max(options.size.height - 2, 2)) + 2,
+            # The end of a panel as high as the terminal would scroll its first line away.
+            height=min(len(lines) + 2, max(options.size.height - 1, 4)),
         )
 
 

@@ -17,6 +17,7 @@ from areal_lite.launch.roles import interruptible
 from areal_lite.run_dir.controller_status import TrainerPhase, write_status
 from areal_lite.run_dir.metrics import STEP_KEYS, append_event
 from areal_lite.tools.report import panel as progress_module
+from areal_lite.tools.report import run_watch
 from areal_lite.tools.report.panel import Progress
 from areal_lite.tools.report.run_watch import RunWatch
 from tests.unit.run_dir.sample_status import STATUS
@@ -30,7 +31,8 @@ def play(run_dir: Path, steps: int) -> None:
     config.trainer.steps = steps
     (run_dir / "logs").mkdir(parents=True)
     save_config(config, run_dir)
-    append_event(run_dir, "evals", {"version": 0, "greedy": 0.25, "sampled": 0.125})
+    scores = {"greedy": 0.25, "sampled": 0.125, "problems": 64}
+    append_event(run_dir, "evals", {"name": "", "version": 0, "versions": [0], **scores})
     with interruptible(), Progress(RunWatch(config, run_dir).view) as progress:
         print("server-0 is ready 1 s after start", file=sys.stderr)
         for step, phase in zip(range(1, steps + 1), itertools.cycle(PHASES)):
@@ -39,7 +41,8 @@ def play(run_dir: Path, steps: int) -> None:
             status = msgspec.structs.replace(STATUS, version=step, step=step, trainer=phase)
             write_status(run_dir, status)
             if step % 4 == 0:
-                text = f"2026-01-02 03:04:05,678 WARNING areal_lite.controller: group {step} failed"
+                now = time.strftime("%F %T")
+                text = f"{now},678 WARNING areal_lite.controller: group {step} failed"
                 with open(run_dir / "logs" / "controller.log", "a") as log:
                     print(text, file=log)
                 print(f"message {step} {'of many words ' * 4}", file=sys.stderr)
@@ -51,7 +54,7 @@ def play(run_dir: Path, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    progress_module._POLL_INTERVAL_S = 0.0
+    progress_module._POLL_INTERVAL_S = run_watch._LOOK_INTERVAL_S = 0.0
     try:
         play(Path(sys.argv[1]), int(sys.argv[2]))
     except KeyboardInterrupt:

@@ -133,9 +133,9 @@ def test_a_low_terminal_keeps_the_bar_and_the_waits(columns, lines):
 
 
 def test_notices_go_first_and_one_by_one():
-    assert "hint" in render(VIEW, 80, 16) and "warning" not in render(VIEW, 80, 16)
-    assert "tokens" in render(VIEW, 80, 15) and "hint" not in render(VIEW, 80, 15)
-    assert "tokens" not in render(VIEW, 80, 13)
+    assert "hint" in render(VIEW, 80, 17) and "warning" not in render(VIEW, 80, 17)
+    assert "tokens" in render(VIEW, 80, 16) and "hint" not in render(VIEW, 80, 16)
+    assert "tokens" not in render(VIEW, 80, 14)
 
 
 def test_colors_add_nothing_that_the_text_lacks():
