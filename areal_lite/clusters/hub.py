@@ -116,9 +116,9 @@ class Hub:
             file.write(data)
         return run_files.stamp(path)
 
-    def compare(self, name: str, size: int) -> int:
-        """Return the CRC-32 of the first `size` bytes of a file."""
-        return run_files.checksum(self._place(name), size)
+    def compare(self, name: str, start: int, end: int) -> int:
+        """Return the CRC-32 of the bytes of a file from `start` to `end`."""
+        return run_files.checksum(self._place(name), start, end)
 
     def remove(self, name: str) -> None:
         """Remove a file. The marker of a checkpoint takes its folder along."""
@@ -159,8 +159,7 @@ class Hub:
 _CALLED = (Hub.look, Hub.read, Hub.write, Hub.extend, Hub.compare, Hub.remove, Hub.log, Hub.leave)
 # The methods that machines may call, and the types of their arguments.
 _PARAMETERS: dict[str, Any] = {
-    method.__name__: tuple[*list(get_type_hints(method).values())[:-1]]
-    for method in _CALLED
+    method.__name__: tuple[*list(get_type_hints(method).values())[:-1]] for method in _CALLED
 }
 
 

@@ -46,6 +46,7 @@ _INTERVAL_S = {Part.STATE: 0.25, Part.RECORDS: 1.0}
 _ASK_AGAIN_S = 10.0
 _POLL_S = 0.2
 _LAST_WORDS_S = 600.0
+_TAIL_BYTES = 1 << 16
 
 
 class HubRefused(RuntimeError):
@@ -184,13 +185,17 @@ class Mirror:
 
     def _extends(self, name: str, changed_there: bool) -> bool:
         """Return whether the file begins with all that the hub has of it."""
-        if not changed_there or self._part == Part.STATE:
-            return self._grows(name)
         here, there = self._seen[name]
         if not here or not there or here.size < there.size:
             return False
-        theirs = self.hub.ask("compare", name, there.size, answer=int)
-        return theirs == run_files.checksum(self._folder / name, there.size)
+        start = 0
+        if not changed_there or self._part == Part.STATE:
+            if not self._grows(name):
+                return False
+            # A file that replaces another one may get its inode. The last bytes tell them apart.
+            start = max(there.size - _TAIL_BYTES, 0)
+        theirs = self.hub.ask("compare", name, start, there.size, answer=int)
+        return theirs == run_files.checksum(self._folder / name, start, there.size)
 
 
 class LogLines:

@@ -159,11 +159,11 @@ def read(path: Path, offset: int, most: int = CHUNK) -> bytes:
         return file.read(most)
 
 
-def checksum(path: Path, size: int) -> int:
-    """Return the CRC-32 of the first `size` bytes of a file, or of all that it has."""
-    value, size = 0, min(size, path.stat().st_size)
-    for offset in range(0, size, CHUNK):
-        value = zlib.crc32(read(path, offset, min(CHUNK, size - offset)), value)
+def checksum(path: Path, start: int, end: int) -> int:
+    """Return the CRC-32 of the bytes of a file from `start` to `end`, or of all that it has."""
+    value, end = 0, min(end, path.stat().st_size)
+    for offset in range(start, end, CHUNK):
+        value = zlib.crc32(read(path, offset, min(CHUNK, end - offset)), value)
     return value
 
 

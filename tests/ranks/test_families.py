@@ -40,7 +40,7 @@ TYPES = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 NO_PAD = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}
 GEMMA = NO_PAD | TYPES | {"sliding_window": 6, "head_dim": 16, "query_pre_attn_scalar": 24}
-# Random layers give results that are almost zero. Their norms amplify rounding, in transformers too.
+# Random layers give results that are almost zero, and norms of these amplify rounding.
 OLMO = NO_PAD | UNTIED | TYPES | {"sliding_window": 6, "rms_norm_eps": 1e-3}
 LATENT = (
     NO_PAD

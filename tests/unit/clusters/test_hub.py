@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from areal_lite.clusters import hub, join, run_files
@@ -201,6 +201,7 @@ NAMES = ["metrics.jsonl", "checkpoints/step-1/manifest.json", "checkpoints/hf/a"
         max_size=5,
     )
 )
+@example([[("a", NAMES[0], b"1")], [("a", NAMES[0], b""), ("a", NAMES[0], b"23")]])  # one inode
 def test_both_sides_end_equal(served, tmp_path, rounds: list[list[Change]]) -> None:
     folder, written = tmp_path / "a", {b""}
     for path in [folder / name for name in NAMES] + [served.run_dir / name for name in NAMES]:
