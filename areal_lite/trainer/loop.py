@@ -164,6 +164,7 @@ class TrainingRun:
         if on_every_rank(not self.reporter or self.reporter.evaluates_last):
             heartbeat.enter("waiting for the last evaluation")
             self.controller.await_evaluation(self.done, lambda: self.pusher.push_stale(self.done))
+            dist.barrier()  # the controller answers nobody after it has told rank 0 the totals
         heartbeat.enter("ending the run")
         self.pusher.close()
         if self.reporter:

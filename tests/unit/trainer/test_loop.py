@@ -1,8 +1,9 @@
-"""Which of the pusher's calls a step makes, and after which steps there is a checkpoint."""
+"""Which of the pusher's calls a step makes, when there is a checkpoint, and how a run ends."""
 
 import gc
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -138,3 +139,26 @@ def test_garbage_is_collected_once_a_rank_has_its_imports(monkeypatch, module) -
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_has_its_answer_before_the_controller_ends(monkeypatch, tmp_path, rank) -> None:
+    happened: list[str] = []
+
+    def note(what: str):
+        return lambda *args: happened.append(what)
+
+    monkeypatch.setattr(loop.heartbeat, "enter", lambda what: None)
+    monkeypatch.setattr(loop, "on_every_rank", lambda value: value)
+    monkeypatch.setattr(loop, "shutdown", note("shutdown"))
+    monkeypatch.setattr(loop.dist, "barrier", note("all ranks"))
+    run: Any = object.__new__(TrainingRun)
+    run.config, run.run_dir, run.start, run.done = TrainConfig(), tmp_path, 7, 7
+    run.checkpoints = SimpleNamespace(wait=lambda: None)
+    run.controller = SimpleNamespace(await_evaluation=note("answer"))
+    run.pusher = SimpleNamespace(close=lambda: None)
+    last = SimpleNamespace(evaluates_last=True, finish=note("end of the controller"))
+    run.reporter = None if rank else last
+    run.finish()
+    end = ["end of the controller"] * (rank == 0)
+    assert happened == ["answer", "all ranks", *end, "shutdown"]
