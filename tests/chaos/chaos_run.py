@@ -98,13 +98,13 @@ class ChaosRun:
         self._sessions: set[int] = set()
         self._timers: list[threading.Timer] = []
         self._world = World(folder, folder.parent)
-        # Whether the disk has failed since the supervisor started.
-        self._disk_failed = False
+        self._disk_fails = False
         self.start()
 
     def start(self) -> None:
         """Start the supervisor, for the first time or again."""
-        self._disk_failed = False
+        # Whether the disk has failed since then.
+        self._disk_failed = self._disk_fails
         with open(self._output, "ab") as output:
             self._printed = output.tell()
             self._process = subprocess.Popen(
@@ -177,9 +177,14 @@ class ChaosRun:
                 self._world.slow(True)
                 self._later(fault.seconds, self._world.slow, False)
             case action:
-                self._disk_failed = True
-                self._world.fail_writes(errno.ENOSPC if action == FILL else errno.EROFS)
-                self._later(fault.seconds, self._world.fail_writes, 0)
+                self._fail_writes(errno.ENOSPC if action == FILL else errno.EROFS)
+                self._later(fault.seconds, self._fail_writes, 0)
+
+    def _fail_writes(self, error: int) -> None:
+        """Let writes fail with this error, or work again (0)."""
+        self._disk_fails = error != 0
+        self._disk_failed |= self._disk_fails
+        self._world.fail_writes(error)
 
     def _later(self, seconds: float, function: Callable[[Any], None], argument: object) -> None:
         self._timers.append(threading.Timer(seconds, function, [argument]))
