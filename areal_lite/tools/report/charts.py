@@ -125,7 +125,8 @@ LINES = (
         "seconds",
         (("wait_s", "waits for a batch"), ("train_s", "trains"), ("push_s", "pushes weights")),
         "A trainer that waits long has too few or too slow servers. One that never waits holds the "
-        "servers back, unless few groups are in the queue.",
+        "servers back, unless few groups are in the queue. The first step, which waits for the "
+        "first answers, is left out.",
     ),
     Line(
         "queue",
@@ -143,6 +144,8 @@ def line_chart(line: Line, metrics: Metrics) -> dict[str, Any]:
     series = []
     for key, name in line.keys:
         x, y = course(metrics, key)
+        if line.id == "step_time":
+            x, y = x[1:], y[1:]
         if len(x):
             if key == "reward_mean":
                 series.append(_series(f"{name} of each step", x, y, "faint"))
