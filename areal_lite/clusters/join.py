@@ -249,7 +249,7 @@ def join(address: str, folder: Path, role: str, arguments: list[str]) -> int:
     open_folder(HubClient(address), folder)
     parts = (Part.STATE, Part.RECORDS) if role == "trainer" else (Part.STATE,)
     mirrors = [Mirror(HubClient(address), folder, part) for part in parts]
-    # In the order in which they leave: a hub ends without those that it has never heard.
+    # In the order in which they leave: a hub waits for no client that never called it.
     lookers = [LogLines(HubClient(address), folder), *mirrors]
     for mirror in mirrors:
         settle(mirror)
