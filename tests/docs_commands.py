@@ -43,6 +43,9 @@ ELSEWHERE = {
     "areal-lite serve": "tests/integration/test_serve.py",
     "areal-lite servers": "tests/integration/test_servers_command.py",
     "areal-lite train model=models/Qwen3-30B-A3B": "tests/integration/test_routing_replay.py",
+    "areal-lite train … rollout.workflow=areal_lite.environments.mcp": (
+        "tests/unit/environments/test_mcp.py"
+    ),
     "areal-lite slurm +": "tests/integration/test_slurm.py",
     "python -m areal_lite.launch.server_pool": "tests/integration/test_slurm.py",
     "python -m areal_lite.controller.service": "tests/integration/test_slurm.py",
@@ -80,6 +83,8 @@ SMALL = [
     "eval.problems=2",
     "eval.every=0",
 ]
+# A template without tools is refused where a workflow has some.
+NAMES_OF_TOOLS = "{% for tool in tools or [] %}{{ tool['function']['name'] }} {% endfor %}"
 REST = "model=models/tiny data.source=jsonl data.path=train.jsonl data.eval_path=test.jsonl"
 REST += " reward.function=areal_lite.rewards.exact:exact_reward"
 MODELS = (
@@ -156,6 +161,8 @@ def prepare(page: Path, folder: Path) -> None:
         common.mkdir(parents=True)
         write_python_files(ROOT / "docs" / "first-run.md", common)
         shell(f"python -m areal_lite.quickstart.make_model out=tiny {TINY}", common)
+        template = common / "tiny" / "chat_template.jinja"
+        template.write_text(NAMES_OF_TOOLS + template.read_text())
         shell("python my_data.py", common)
         unpack("async", common / "runs").rename(common / "runs" / "NAME")
     shutil.copytree(common, folder, symlinks=True)
