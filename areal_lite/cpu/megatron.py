@@ -75,6 +75,13 @@ CPU_SUBSTITUTIONS = (
         replacement="torch.set_rng_state(new_state)",
         counts={"tensor_parallel.random": 1},
     ),
+    # For a group of one rank, gloo copies all gradients and weights, only to put them back.
+    Substitution(
+        name="group of one rank",
+        pattern=r"(?m)^( +)(dist_all_gather_func|grad_reduce_handle = dist_reduce_scatter_func)\(",
+        replacement=r"\1if self.intra_distributed_optimizer_instance_size > 1: \2(",
+        counts={"distributed.param_and_grad_buffer": 2},
+    ),
     # On a CPU torch.compile costs more at the start than the few fused operations save later.
     Substitution(
         name="jit fuser",
