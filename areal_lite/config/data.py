@@ -25,8 +25,8 @@ from areal_lite.config.fields import (
 from areal_lite.config.sections import RolloutConfig, Sampling, ServerConfig
 
 SAMPLING_HELP = (
-    "Settings of sampling that override those of `rollout`: temperature (0: greedy), top_p, "
-    "top_k, max_new_tokens, stop."
+    "Sampling settings that override `rollout`: temperature (0: greedy), top_p, top_k, "
+    "max_new_tokens, stop."
 )
 
 

@@ -68,7 +68,7 @@ class Finding:
 def finding(
     title: str, *, flag: str, cause: str, change: str, unless: tuple[str, ...] = ()
 ) -> "Callable[[Callable[[History], Sign | None]], Finding]":
-    """Make a check of a history a kind of finding; the arguments are those of Finding."""
+    """Make a check of a history into a kind of finding. See Finding for the arguments."""
     return lambda check: Finding(check, title, flag, cause, change, unless)
 
 

@@ -1,4 +1,4 @@
-"""Which of the pusher's calls a step makes, when there is a checkpoint, and how a run ends."""
+"""The loop pushes, saves checkpoints and ends in the right order."""
 
 import gc
 from pathlib import Path
