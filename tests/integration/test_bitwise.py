@@ -154,7 +154,7 @@ def test_a_killed_controller_changes_nothing(model, unkilled, tmp_path) -> None:
         for steps in (1, 3, 5):
             while process.poll() is None and _num_steps(folder) < steps:
                 time.sleep(0.02)
-            time.sleep(rng.random())
+            time.sleep(rng.random() / 4)
             strike(folder, CONTROLLER, signal.SIGKILL)
         assert_same(finish(folder, process), expected)
     finally:
