@@ -44,7 +44,7 @@ from areal_lite.controller.sources import Dependencies, Quarantine, longest_wait
 from areal_lite.data.prompts import load_eval_sets
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase, write_status
-from areal_lite.run_dir.paths import CONTROLLER_STATUS_FILE, STORE_FILE, TRAINER_FILE
+from areal_lite.run_dir.paths import CONTROLLER_STATUS_FILE, STORE_FILE, TOTALS_FILE, TRAINER_FILE
 from areal_lite.run_dir.resume import lock_controller, needed_since, start_version
 from areal_lite.run_dir.store import Store, StoreThread
 from areal_lite.servers.client import SGLangClient
@@ -386,8 +386,8 @@ async def serve(run_dir: Path) -> bool:
         last_words = ""  # after SIGTERM a successor answers what is open
         try:
             controller.recover(store, start_version(run_dir), trainer_runs)
-            status = _publish_status(controller, run_dir)
-            await protocol.run_until(server.finished, controller.run(), server.serve(), status)
+            parts = controller.run(), server.serve(), _publish_status(controller, run_dir)
+            await protocol.run_until(server.finished, *parts, _await_totals(run_dir, server))
             last_words = "" if controller.trainer_replaced else "the controller has stopped"
             return controller.trainer_replaced
         except BaseExceptionGroup as group:
@@ -422,6 +422,13 @@ async def _publish_status(controller: Controller, run_dir: Path) -> None:
         await controller.save_totals()
         if number % _LOG_EVERY == 0:
             log.info("%s", status_line(status))
+
+
+async def _await_totals(run_dir: Path, server: protocol.MessageServer) -> None:
+    """End `server` when the trainer has the totals, which a killed controller may have given."""
+    while not (run_dir / TOTALS_FILE).exists():
+        await asyncio.sleep(_STATUS_INTERVAL_S)
+    server.finished.set()
 
 
 def main() -> int:

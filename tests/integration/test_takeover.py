@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from areal_lite.config import load_config, save_config
-from areal_lite.run_dir.paths import CHECKPOINT_MARKER, CHECKPOINTS_DIR
+from areal_lite.run_dir.paths import CHECKPOINT_MARKER, CHECKPOINTS_DIR, TOTALS_FILE
+from areal_lite.system.files import write_json
 from areal_lite.train_batch import TrainBatch
 from tests.integration.controller_run import (
     GROUPS,
@@ -140,6 +141,17 @@ def test_a_trainer_loses_no_step_wherever_the_controller_is_killed(start, every:
     ranks.clients[0].step_done(8), ranks.clients[0].step_done(8)  # the first reply was lost
     ranks.pull_both(8), end(8)
     ranks.finish(run)
+
+
+def test_a_controller_that_is_killed_after_the_end_keeps_no_run_alive(start) -> None:
+    """The trainer has the totals. No call of it will ever end the next controller."""
+    run = start(max_staleness=ETA, trainer__steps=20)
+    run.start_server(delay=0.003)
+    ranks = Ranks(run)
+    ranks.pull_both(0), end_step(ranks.clients[0], 1, 1, "in_place")
+    write_json(run.path / TOTALS_FILE, ranks.clients[0].finish())
+    replace_controller(run)
+    assert run.processes["controller"].wait(30) == 0, run.log()
 
 
 def test_servers_are_pushed_to_again_if_a_push_was_going_on(start) -> None:
