@@ -85,7 +85,7 @@ def __getattr__(name: str) -> Callable[..., "Judge"]:
 def load_rubric(path: str) -> Rubric:
     """Read a rubric. Raises ValueError if it cannot be used, or if its key is not set."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
         _, front, question = re.split(r"^---[ \t]*\n", text, maxsplit=2, flags=re.MULTILINE)
         settings = msgspec.yaml.decode(front, type=dict[str, Any])
         rubric = msgspec.convert(settings | {"question": question.strip()}, Rubric)

@@ -28,7 +28,8 @@ range: [0, 10]
 
 
 def judging(folder: Path, server: FakeJudge, more: str = "", timeout_s: float = 10.0) -> Judge:
-    (folder / "rubric.md").write_text(RUBRIC.format(url=server.url, more=more))
+    text = RUBRIC.format(url=server.url, more=more)
+    (folder / "rubric.md").write_text(text, encoding="utf-8-sig")  # as some editors write it
     return load_reward_function(f"{MODULE}:{folder}/rubric.md")(
         1, timeout_s, folder / "judge.sqlite"
     )
