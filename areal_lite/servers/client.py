@@ -429,7 +429,8 @@ def _routes(numbers: bytes | None, layout: ExpertLayout, count: int) -> np.ndarr
 def _check(chunk: GenerationChunk, params: SamplingParams) -> None:
     """Raise ValueError for tokens that were not asked for, or that contradict the finish reason."""
     count, end = len(chunk.tokens), chunk.tokens[-1:]
-    if count > params.max_new_tokens:
+    # An aborted request may have all tokens of its last step, which are several with speculation.
+    if count > params.max_new_tokens and chunk.finish_reason != "abort":
         raise ValueError(f"{count} tokens, and at most {params.max_new_tokens} were asked for")
     if count and (largest := chunk.tokens.max()) >= params.vocab_size:
         raise ValueError(f"token {largest} is outside of the vocabulary of {params.vocab_size}")

@@ -230,17 +230,18 @@ def rest_of(
 
 
 def _until_its_end(chunk: GenerationChunk, params: SamplingParams) -> GenerationChunk:
-    """Cut an aborted request after its first stop token, and correct its finish reason.
+    """Cut an aborted request after its first stop token or at its limit, and correct its reason.
 
     It runs one more decoding step, which has several tokens with speculation. The server does not
     check whether that step ended the sequence.
     """
     if chunk.finish_reason != "abort":
         return chunk
-    stops = np.flatnonzero(np.isin(chunk.tokens, params.stop_token_ids))
-    count = int(stops[0]) + 1 if len(stops) else len(chunk.tokens)
+    limit = params.max_new_tokens
+    stops = np.flatnonzero(np.isin(chunk.tokens[:limit], params.stop_token_ids))
+    count = int(stops[0]) + 1 if len(stops) else min(len(chunk.tokens), limit)
     more, routes = len(chunk.tokens) - count, chunk.routes
-    reason = "length" if count == params.max_new_tokens else "abort"
+    reason = "length" if count == limit else "abort"
     return replace(
         chunk,
         tokens=chunk.tokens[:count],

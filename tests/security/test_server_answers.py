@@ -378,7 +378,8 @@ def fuzz(cases: int, seed: int) -> None:
 
 def assert_promises(chunk) -> None:
     count = len(chunk.tokens)
-    assert count == len(chunk.logprobs) == len(chunk.versions) <= PARAMS.max_new_tokens
+    assert count == len(chunk.logprobs) == len(chunk.versions)
+    assert count <= PARAMS.max_new_tokens or chunk.finish_reason == "abort"
     assert all(0 <= token < PARAMS.vocab_size for token in chunk.tokens.tolist())
     assert not np.isinf(chunk.logprobs).any() and not (chunk.logprobs > 1e-3).any()
     assert (chunk.versions >= 0).all() and (np.diff(chunk.versions) >= 0).all()

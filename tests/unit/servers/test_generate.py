@@ -273,7 +273,7 @@ def test_empty_aborts_do_not_spin() -> None:
 @pytest.mark.parametrize("rest", [[], [8], [EOS, 8]])  # of a step with speculation
 def test_an_abort_on_the_last_token_is_an_end(tokens, finish: str, rest: list[int]) -> None:
     async def run() -> None:
-        so_far, more = Completion(), rest if finish == "stop" else []
+        so_far, more = Completion(), rest if finish != "abort" else []
         routes = np.arange(2 + len(tokens + more)).reshape(-1, 1, 1)
         gate = gate_to(Stub(replace(aborted(tokens + more), routes=routes)), SERVER)
         with contextlib.suppress(InterruptedError):
