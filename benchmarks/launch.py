@@ -65,14 +65,16 @@ def _processes(pid: int) -> Iterator[tuple[int, tuple[str, float]]]:
         yield process.pid, (role, spent.user + spent.system)
 
 
-def areal_lite(log: Path, *arguments: str) -> RoleTimes:
-    """Run `areal-lite` with its own choice of threads and its output in `log`.
+def areal_lite(log: Path, *arguments: str, **variables: str) -> RoleTimes:
+    """Run `areal-lite` with its output in `log`, and with these environment variables.
+
+    It chooses its own number of threads unless `OMP_NUM_THREADS` is one of them.
 
     Returns the processor time of its roles. Raises CalledProcessError if it fails.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    environment["PYTHONPATH"] = str(ROOT)
+    environment |= {"PYTHONPATH": str(ROOT), **variables}
     command = [sys.executable, "-m", "areal_lite", *arguments]
     times = RoleTimes()
     with open(log, "w") as file:

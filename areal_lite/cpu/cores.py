@@ -1,8 +1,9 @@
 """The cores that others leave idle, for the training steps of a machine without a GPU.
 
 Servers, controller and the user's programs come first: a training step gets the cores that they
-did not use during the one before it, so it gives them back one step after they need them. With
-fewer free cores than threads, every operator would wait for the thread that has none.
+did not use during the one before it, so it gives them back one step after they need them. It also
+gets a core that they hardly used, if it is faster with it: all threads of an operator wait for the
+one that shares its core.
 
 Weights do not depend on the number of threads, bit by bit, where the kernels of this package
 attend: they have one thread, oneDNN divides products by rows and columns, torch by elements and
@@ -25,8 +26,6 @@ log = logging.getLogger(__name__)
 _STAT = Path("/proc/stat")
 # user, system, irq, softirq and steal of a line of /proc/stat; what is nice gives way
 _BUSY = (0, 2, 5, 6, 7)
-# Cores that others may use without costing a thread: timers, logs, the controller's polls.
-_NEGLIGIBLE = 0.1
 
 
 class Usage(NamedTuple):
@@ -46,10 +45,16 @@ class Usage(NamedTuple):
 
 
 def threads_left(before: Usage, after: Usage, cores: int, ranks: int) -> int:
-    """Return the threads of each of `ranks` alike processes that leave the others their cores."""
+    """Return the threads with which a step of each of `ranks` alike processes is fastest.
+
+    An operator is as slow as its slowest thread, which has the free share of a core.
+    """
     elapsed = max(after.clock - before.clock, 1e-3)
     others = (after.busy - before.busy - ranks * (after.own - before.own)) / elapsed
-    return max(1, int((cores - max(others, 0.0) + _NEGLIGIBLE) / ranks))
+    free = (cores - max(others, 0.0)) / ranks
+    whole = max(1, int(free))
+    more = whole + 1 if ranks * (whole + 1) <= cores else whole
+    return more if more * (1 - ranks * (more - free)) > whole else whole
 
 
 class FreeCores:

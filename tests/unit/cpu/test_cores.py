@@ -16,16 +16,20 @@ SHARES = st.floats(0, 1)
 
 
 @given(st.integers(1, 64), st.integers(1, 4), SHARES, SHARES, st.floats(0.01, 100))
-def test_others_keep_the_cores_that_they_used(count, ranks, own_share, others_share, elapsed):
+def test_a_step_is_fastest_beside_what_others_used(count, ranks, own_share, others_share, elapsed):
     """Ranks are alike: what they use of the cores is not the others'."""
     own, others = own_share * count / ranks, others_share * count
     before = Usage(clock=5.0, own=1.0, busy=2.0)
     after = Usage(5.0 + elapsed, 1.0 + elapsed * own, 2.0 + elapsed * (ranks * own + others))
+
+    def speed(threads: int) -> float:
+        """Return the speed of an operator, whose threads wait for that on the others' core."""
+        return threads * (1 - max(0.0, ranks * threads + others - count))
+
     threads = threads_left(before, after, count, ranks)
-    assert threads >= 1
-    if threads > 1:
-        assert ranks * threads + others <= count + 0.1 + 1e-6
-    assert ranks * (threads + 1) + others >= count, "no core is left for nothing"
+    every = range(1, max(1, count // ranks) + 1)
+    assert threads in every
+    assert speed(threads) >= max(map(speed, every)) - 1e-6 * count
 
 
 def test_the_kernels_clock_counts_this_process() -> None:
@@ -66,8 +70,8 @@ def play(free: FreeCores, monkeypatch, used_by_others: float) -> int:
 
 
 def test_threads_follow_the_idle_cores_of_the_step_before(free, monkeypatch) -> None:
-    threads = [play(free, monkeypatch, others) for others in (0.0, 0.05, 2.5, 4.0, 1.0)]
-    assert threads == [1, 4, 4, 1, 1]
+    threads = [play(free, monkeypatch, others) for others in (0.0, 0.2, 0.3, 2.6, 4.0, 1.0)]
+    assert threads == [1, 4, 4, 3, 1, 1]
     assert play(free, monkeypatch, 0.0) == 3
     assert torch.get_num_threads() == 1, "between steps others have the cores"
 
