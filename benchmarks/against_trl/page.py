@@ -52,6 +52,9 @@ update a step, prompts of 45 tokens and answers of up to 16. areal_lite makes tw
 and its data is at most one step old. TRL ends answers at the token that ends a turn, which the
 model's tokenizer does not name.
 
+TRL's asynchronous trainer (`trl.experimental.async_grpo` of 1.16) does not run without a GPU: it
+loads every model with an attention that is FlashAttention 3, and sends weights by NCCL.
+
 ![Mean reward over the seconds of training](against_trl.png)
 
 """
