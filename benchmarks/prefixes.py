@@ -1,6 +1,6 @@
 """What the trainer saves by computing shared prefixes once, against the plain layout.
 
-    python -m benchmarks.prefixes [--steps 9] [--model FOLDER]
+    python -m benchmarks.prefixes [--steps 9] [--model FOLDER] [--examples compaction coding_agent]
 
 One optimizer step of 64 sequences of 128 tokens that share 0, 50, 85 or 95 % of all tokens, in both
 layouts, in turns in one process on one thread. Times are medians of processor time. A step also has
@@ -9,14 +9,21 @@ saving is the shared part of the rest. Memory is the growth of the process at it
 
 With --model, a folder of a chat model, it also takes the steps of a small task: 8 groups of 8
 answers of 6 to 14 tokens to prompts of 45. `scored` is the plain layout with an output layer for
-sampled tokens only. The losses of all sides must agree. The script writes results/prefixes.json.
+sampled tokens only. The losses of all sides must agree.
+
+With --examples it runs these agents, and trains on the batches of each run again in both layouts,
+with one thread and without servers: medians of the steps. The script writes
+results/prefixes.json, and keeps what is there of the parts that it leaves out.
 """
 
 import argparse
 import ctypes
 import gc
 import json
+import os
+import shutil
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,6 +38,7 @@ from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.train_batch import TrainBatch
+from benchmarks.launch import ROOT
 from benchmarks.train_step import batch_of, make_model
 
 RESULTS = Path(__file__).with_name("results") / "prefixes.json"
@@ -115,6 +123,40 @@ def compare(policy: Policy, batch: TrainBatch, vocab: int, repeats: int) -> dict
     return row
 
 
+def replay(example: str, work: Path, steps: int) -> dict[str, dict[str, float]]:
+    """Run an example, and train on its batches again in both layouts.
+
+    Returns of each layout the seconds of a step, and the share of the tokens that it computes.
+    """
+    stored = run_example(example, work / example, steps)
+    found = {}
+    for side in ("plain", "shared"):
+        again = [f"debug=train_only:{stored}", f"trainer.share_prefixes={side == 'shared'}"]
+        folder = run_example(example, work / f"{example}-{side}", steps, *again)
+        lines = [json.loads(line) for line in open(folder / "metrics.jsonl")]
+        found[side] = {
+            key: statistics.median(line[key] for line in lines[1:])
+            for key in ("train_s", "computed_share")
+        }
+    return found
+
+
+def run_example(example: str, folder: Path, steps: int, *settings: str) -> Path:
+    """Run an example, of `steps` steps without evaluations, and return its run directory."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    own = [f"run_dir={folder}", f"trainer.steps={steps}", "eval.problems=0", *settings]
+    with open(folder.with_suffix(".log"), "w") as log:
+        subprocess.run(
+            ["bash", ROOT / "examples" / example / "run.sh", *own],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            stdout=log,
+            stderr=log,
+            check=True,
+        )
+    return folder
+
+
 def show(name: str, row: dict) -> None:
     sides = ", ".join(
         f"{side} {1e3 * row[side]['processor_s']:,.0f} ms and {row[side]['peak_bytes'] >> 20:,} MiB"
@@ -129,10 +171,24 @@ def main() -> None:
     for name, default in dict(steps=9, hidden=256, layers=4, vocab=2048).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--examples", nargs="+", default=[])
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "prefixes")
     args = parser.parse_args()
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for example in args.examples:
+        results[example] = row = replay(example, args.work, args.steps)
+        print(example, row, flush=True)
+    if not args.examples:
+        results |= one_step(args)
+    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def one_step(args: argparse.Namespace) -> dict:
+    """Measure single steps of a toy, and of a chat model if there is one."""
     torch.set_num_threads(1)
     settings = TrainerConfig(steps=10**6, lr=1e-9, device="cpu", dtype="float32")
-    results = {"settings": {**vars(args), "model": args.model and args.model.name}}
+    sizes = {name: getattr(args, name) for name in ("steps", "hidden", "layers", "vocab")}
+    results: dict = {"settings": {**sizes, "model": args.model and args.model.name}}
     with tempfile.TemporaryDirectory() as folder:
         policy = Policy(settings, make_model(Path(folder), args), seed=1)
         for share in (0, 50, 85, 95):
@@ -148,7 +204,7 @@ def main() -> None:
         results["chat model"] = row = compare(policy, batch, 1000, max(args.steps // 3, 1))
         show("chat model", row)
     shutdown()
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    return results
 
 
 if __name__ == "__main__":
