@@ -13,7 +13,8 @@ stored on both sides, so that it continues on another machine if this one is los
   the hub, and then this command ends with its status.
 * Without the hub the role goes on, and the mirror waits.
 * SIGTERM asks a trainer to stop after its step, with a checkpoint. Servers end at once.
-* Nodes that train together need a common folder for checkpoints, and servers none.
+* Nodes that train together get options of torchrun: the rank of the node, and the address of the
+  first one. Its rank 0 writes whole checkpoints, which the mirrors bring to the other nodes.
 """
 
 import argparse

@@ -15,16 +15,20 @@ positions of optimizer and schedule; and torch's random state and the caller's `
   `.metadata`, and small objects beside the tensors. Only the classes that
   `torch.distributed.checkpoint` itself writes are allowed there.
 
-The folder must be on a file system that all ranks see.
+Machines need not see each other's files: rank 0 gets what the others have written, and publishes a
+whole checkpoint. A resume waits until each machine has a copy of it.
 """
 
+import logging
 import pickle
 import shutil
+import time
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum, EnumMeta
+from functools import partial
 from itertools import chain
 from pathlib import Path, PosixPath
 from queue import Queue
@@ -55,6 +59,9 @@ from areal_lite.run_dir.resume import checkpoint_steps, checksum, latest_checkpo
 from areal_lite.system.files import publish_folder, reading, remove_unread, scratch_folder
 from areal_lite.system.processes import environment
 
+log = logging.getLogger(__name__)
+_CHUNK = 64 << 20  # bytes of a file in one message between ranks
+_POLL_S = 0.2
 # Experts that ranks share have an optimizer of their own. Its tensors are named as without it.
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
@@ -64,9 +71,10 @@ class PendingCheckpoint:
 
     def __init__(self, folder: Path, parts: Mapping[str, TrainableModel], extra: dict[str, Any]):
         self.folder = folder
-        scratch: list[Any] = [scratch_folder(folder) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(scratch)
-        self.scratch = Path(scratch[0])
+        if dist.get_rank() == 0:
+            scratch_folder(folder)
+        dist.barrier()
+        self.scratch = scratch_folder(folder, empty=False)  # rank 0's, if this machine sees it
         state = sharded_state(parts, is_loading=False)
         state |= {"random": torch.get_rng_state(), "extra": extra}
         # Megatron would start a manager process for this queue, which never leaves our process.
@@ -110,10 +118,33 @@ class PendingCheckpoint:
             ) from error
         checksums: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(checksums, self.checksums)
+        self._bring(checksums)
         if dist.get_rank() == 0:
             write_manifest(self.scratch, dict(ChainMap(*checksums)))
             publish_folder(self.scratch, self.folder)
         dist.barrier()
+        shutil.rmtree(self.scratch, ignore_errors=True)  # of another machine than rank 0's
+
+    def _bring(self, written: list[dict[str, int]]) -> None:
+        """Copy to rank 0 the files that its machine does not see. `written`: names by rank."""
+        named = [(rank, name) for rank, names in enumerate(written) for name in names]
+        unseen: list[Any] = [[one for one in named if not (self.scratch / one[1]).exists()]]
+        dist.broadcast_object_list(unseen)
+        for rank, name in unseen[0]:
+            if dist.get_rank() == rank:
+                with open(self.scratch / name, "rb") as file:
+                    for data in chain(iter(partial(file.read, _CHUNK), b""), [b""]):
+                        dist.send_object_list([data], 0)
+            elif dist.get_rank() == 0:
+                with open(self.scratch / name, "wb") as file:
+                    while data := _received(rank):
+                        file.write(data)
+
+
+def _received(rank: int) -> bytes:
+    data: list[Any] = [None]
+    dist.recv_object_list(data, rank)
+    return data[0]
 
 
 class Checkpoints:
@@ -127,9 +158,9 @@ class Checkpoints:
         self.parts = parts
         self.keep = keep
         self.pending: PendingCheckpoint | None = None
-        if dist.get_rank() == 0:  # remove what killed runs left
-            for leftover in chain(folder.glob(".step-*.partial"), folder.glob(".step-*.old")):
-                shutil.rmtree(leftover)
+        # Remove what killed runs left.
+        for leftover in chain(folder.glob(".step-*.partial"), folder.glob(".step-*.old")):
+            shutil.rmtree(leftover, ignore_errors=True)
         dist.barrier()
 
     def save(self, step: int, extra: dict[str, Any]) -> None:
@@ -153,9 +184,17 @@ class Checkpoints:
                 remove_unread(self.folder / f"step-{step}" / CHECKPOINT_MARKER)
 
     def resume(self) -> int:
-        """Restore the newest complete checkpoint, if any; return the step to continue from."""
-        newest = latest_checkpoint(self.folder)
-        return load_checkpoint(newest, self.parts)["step"] if newest else 0
+        """Restore rank 0's newest checkpoint, if any; return the step to continue from."""
+        newest: list[Any] = [latest_checkpoint(self.folder)]
+        dist.broadcast_object_list(newest)
+        if newest[0] is None:
+            return 0
+        marker = self.folder / newest[0].name / CHECKPOINT_MARKER
+        if not marker.exists():
+            log.warning("this machine waits for its copy of %s", marker.parent)
+        while not on_every_rank(marker.exists()):
+            time.sleep(_POLL_S)
+        return load_checkpoint(marker.parent, self.parts)["step"]
 
 
 @torch.no_grad()

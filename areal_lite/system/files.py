@@ -107,11 +107,12 @@ def to_plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def scratch_folder(folder: Path) -> Path:
-    """Make an empty folder beside `folder` to write into, without leftovers of earlier attempts."""
+def scratch_folder(folder: Path, empty: bool = True) -> Path:
+    """Make a folder beside `folder` to write into; if `empty`, without leftovers of an attempt."""
     scratch = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
+    if empty:
+        shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True, exist_ok=not empty)
     return scratch
 
 

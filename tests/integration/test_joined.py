@@ -17,7 +17,7 @@ from areal_lite.clusters.run_files import ENV_KEY
 from areal_lite.launch.roles import rank_environment
 from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.paths import CONTROLLER_FILE, SUMMARY_FILE
-from areal_lite.run_dir.resume import checkpoint_steps
+from areal_lite.run_dir.resume import checkpoint_steps, damage
 from areal_lite.system.network import free_port
 from tests.integration.controller_run import wrong_with
 from tests.integration.docker_engine import docker
@@ -38,14 +38,26 @@ class Machines:
         self.run_dir = folder / "controller"
         self.processes: dict[str, subprocess.Popen] = {}
         self._hub = f"127.0.0.1:{free_port()}"
+        self._first_node = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+
+    def prepare(self, model: Path, *settings: str) -> None:
+        command = [sys.executable, "-m", "areal_lite", "train", "--prepare"]
+        own = [f"run_dir={self.run_dir}", f"model={model}", f"trainer.steps={STEPS}"]
+        own += ["trainer.save_every=2", "rollout.max_new_tokens=100", "eval.problems=0"]
+        own += ["sync.transport=distributed", *settings]
+        subprocess.run([*command, *COMMON, *own], cwd=ROOT, check=True, timeout=60)
 
     def start(self, name: str) -> None:
         here = str(self.folder / name)
+        join = ["areal_lite.clusters.join", here, self._hub]
+        nodes = ["--nnodes=2", "--nproc-per-node=1", *self._first_node]
         module, *words = {
             "hub": ["areal_lite.clusters.hub", str(self.run_dir), *self._hub.split(":")[::-1]],
             "controller": ["areal_lite.controller.service", here],
-            "servers": ["areal_lite.clusters.join", here, self._hub, "servers", "0", "1"],
-            "trainer": ["areal_lite.clusters.join", here, self._hub, "trainer"],
+            "servers": [*join, "servers", "0", "1"],
+            "trainer": [*join, "trainer"],
+            "node-0": [*join, "trainer", *nodes, "--node-rank=0"],
+            "node-1": [*join, "trainer", *nodes, "--node-rank=1"],
         }[name]
         environment = os.environ | rank_environment(on_gpu=False)
         environment |= {"PYTHONPATH": str(ROOT), ENV_KEY: KEY}
@@ -77,16 +89,28 @@ class Machines:
                 assert process.poll() is None, f"{name}: {log.read_text()[-3000:]}"
             time.sleep(0.05)
 
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the hub has one."""
+        while not checkpoint_steps(self.run_dir / "checkpoints"):
+            time.sleep(0.05)
+
+    def check_the_end(self, *trainers: str) -> None:
+        """Wait for the end of the run, and check that the hub has all of it."""
+        for name in (*trainers, "controller", "servers", "hub"):
+            assert self.processes[name].wait(200) == 0, name
+        end = [sys.executable, "-m", "areal_lite.launch.prepare", "end", str(self.run_dir)]
+        subprocess.run(end, cwd=ROOT, check=True, timeout=60)
+        assert (self.run_dir / SUMMARY_FILE).exists()
+        assert [line["step"] for line in read_metrics(self.run_dir)] == list(range(1, STEPS + 1))
+        assert wrong_with(self.run_dir) == {}
+        for name in trainers:
+            own = (self.folder / name / "metrics.jsonl").read_bytes()
+            assert (self.run_dir / "metrics.jsonl").read_bytes() == own
+
 
 @pytest.fixture
-def machines(model: Path, tmp_path: Path) -> Iterator[Machines]:
+def machines(tmp_path: Path) -> Iterator[Machines]:
     made = Machines(tmp_path)
-    command = [sys.executable, "-m", "areal_lite", "train", "--prepare", f"run_dir={made.run_dir}"]
-    settings = [f"model={model}", *COMMON, f"trainer.steps={STEPS}", "trainer.save_every=2"]
-    settings += ["rollout.max_new_tokens=100", "eval.problems=0", "sync.transport=distributed"]
-    subprocess.run([*command, *settings], cwd=ROOT, check=True, timeout=60)
-    for name in ("trainer", "servers", "controller", "hub"):
-        made.start(name)
     yield made
     for name in list(made.processes):
         if made.processes[name].poll() is None:
@@ -95,25 +119,34 @@ def machines(model: Path, tmp_path: Path) -> Iterator[Machines]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_a_run_without_a_common_file_system(machines: Machines) -> None:
-    machines.wait_for_step(2)
-    while not checkpoint_steps(machines.run_dir / "checkpoints"):
-        time.sleep(0.05)
+def test_a_run_without_a_common_file_system(machines: Machines, model: Path) -> None:
+    machines.prepare(model)
+    for name in ("trainer", "servers", "controller", "hub"):
+        machines.start(name)
+    machines.wait_for_step(2), machines.wait_for_checkpoint()
     machines.lose("trainer"), machines.start("trainer")
     machines.wait_for_step(4)
     machines.kill("hub"), machines.start("hub")
     machines.kill("controller"), machines.start("controller")
-    for name in ("trainer", "controller", "servers", "hub"):
-        assert machines.processes[name].wait(200) == 0, name
-    end = [sys.executable, "-m", "areal_lite.launch.prepare", "end", str(machines.run_dir)]
-    subprocess.run(end, cwd=ROOT, check=True, timeout=60)
-    assert (machines.run_dir / SUMMARY_FILE).exists()
-    assert [line["step"] for line in read_metrics(machines.run_dir)] == list(range(1, STEPS + 1))
-    assert wrong_with(machines.run_dir) == {}
-    own = (machines.folder / "trainer" / "metrics.jsonl").read_bytes()
-    assert (machines.run_dir / "metrics.jsonl").read_bytes() == own
+    machines.check_the_end("trainer")
     assert not (machines.folder / "servers" / "metrics.jsonl").exists()
     assert not (machines.folder / "servers" / CONTROLLER_FILE).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_nodes_that_train_together_share_no_folder(machines: Machines, model: Path) -> None:
+    """A node that is lost with its disk gets the checkpoint from the hub."""
+    machines.prepare(model, "trainer.data_parallel=2")
+    for name in ("node-0", "node-1", "servers", "controller", "hub"):
+        machines.start(name)
+    machines.wait_for_step(2), machines.wait_for_checkpoint()
+    machines.lose("node-1")
+    assert machines.processes.pop("node-0").wait(100) != 0, "it cannot train alone"
+    machines.start("node-1"), machines.start("node-0")
+    machines.check_the_end("node-0", "node-1")
+    for name in ("node-0", "node-1"):
+        assert damage(machines.folder / name / "checkpoints" / f"step-{STEPS}") == ""
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ what they return to the file `results` of the job.
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lite.config import TrainerConfig
+from areal_lite.megatron import checkpoint
 from areal_lite.megatron.checkpoint import Checkpoints, filesystem_async, load_checkpoint
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import shutdown
@@ -202,6 +204,30 @@ class Story:
             checkpoints.wait()
         except RuntimeError as error:
             return str(error)
+
+    def apart(self, folder: str) -> dict:
+        """Save and resume where each rank sees a folder of its own. Rank 1 gets its copy late."""
+        own = Path(folder) / f"machine-{dist.get_rank()}"
+        leftover = own / ".step-1.partial" / "__1_0.distcp"
+        leftover.parent.mkdir(parents=True)
+        leftover.write_text("of a killed save")
+        checkpoints = self.checkpoints(str(own))
+        checkpoint._CHUNK = 10_000  # several of them make a file
+        self.train(range(3))
+        checkpoints.save(3, {"step": 3})
+        checkpoints.wait()
+        dist.barrier()
+        left = sorted(path.name for path in Path(folder).glob("*/*"))
+        expected = self.train(range(3, 6))
+
+        def copy() -> None:
+            shutil.copytree(Path(folder) / "machine-0" / "step-3", scratch := own / "copy")
+            scratch.rename(own / "step-3")
+
+        if dist.get_rank() == 1:
+            threading.Timer(0.5, copy).start()
+        step = checkpoints.resume()
+        return {"left": left, "step": step, "expected": expected, "got": self.train(range(3, 6))}
 
     def killed(self, folder: str) -> None:
         """Die while the second checkpoint is being written."""

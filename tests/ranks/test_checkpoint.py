@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from transformers import AutoConfig
 
 from areal_lite.config import TrainerConfig
+from areal_lite.run_dir.resume import damage
 from areal_lite.tools.memory import activation_bytes_per_token, pushed_parameters, rank_parameters
 from tests.ranks.processes import run_ranks
 
@@ -240,14 +241,22 @@ def test_a_killed_save_leaves_the_previous_checkpoint(folder):
 
 
 def test_ranks_agree(folder):
-    """When one rank's loss is not finite, all skip; when one rank cannot write, all raise."""
+    """When one rank's loss is not finite, all skip; when one rank cannot write, all raise.
+
+    A checkpoint is whole on rank 0's machine, also if no other rank sees that.
+    """
     place = str(folder / "agree")
     stories = {
+        "apart": {"tell": "apart", "args": {"folder": str(folder / "apart")}},
         "poison": {"tell": "poisoned"},
         "measured": {"tell": "measured"},
         "unwritable": {"tell": "unwritable", "args": {"folder": place}},
     }
     told = tell(folder, "agree", LAYOUTS["tp2"], stories)
+    assert told["apart"]["left"] == ["step-3"]
+    assert damage(folder / "apart" / "machine-0" / "step-3") == ""
+    assert told["apart"]["step"] == 3
+    assert told["apart"]["got"] == told["apart"]["expected"]
     assert told["poison"]["first"][0]["skipped"] == 0.0
     assert told["poison"]["bad"][0]["skipped"] == 1.0
     assert told["poison"]["same"]
