@@ -136,9 +136,11 @@ class PendingCheckpoint:
                     for data in chain(iter(partial(file.read, _CHUNK), b""), [b""]):
                         dist.send_object_list([data], 0)
             elif dist.get_rank() == 0:
-                with open(self.scratch / name, "wb") as file:
+                # A network file system may show a file late: then this must not truncate it.
+                with open(arrives := self.scratch / f"{name}.partial", "wb") as file:
                     while data := _received(rank):
                         file.write(data)
+                arrives.rename(self.scratch / name)
 
 
 def _received(rank: int) -> bytes:

@@ -248,6 +248,7 @@ def test_ranks_agree(folder):
     place = str(folder / "agree")
     stories = {
         "apart": {"tell": "apart", "args": {"folder": str(folder / "apart")}},
+        "late": {"tell": "seen_late", "args": {"folder": str(folder / "late")}},
         "poison": {"tell": "poisoned"},
         "measured": {"tell": "measured"},
         "unwritable": {"tell": "unwritable", "args": {"folder": place}},
@@ -255,6 +256,7 @@ def test_ranks_agree(folder):
     told = tell(folder, "agree", LAYOUTS["tp2"], stories)
     assert told["apart"]["left"] == ["step-3"]
     assert damage(folder / "apart" / "machine-0" / "step-3") == ""
+    assert damage(folder / "late" / "step-1") == ""
     assert told["apart"]["step"] == 3
     assert told["apart"]["got"] == told["apart"]["expected"]
     assert told["poison"]["first"][0]["skipped"] == 0.0
