@@ -3,7 +3,7 @@
     CHAT_MODEL=FOLDER python -m benchmarks.free_cores [--rounds 2] [--steps 8]
 
 Without a GPU, `schedule=sync` leaves a core idle during each training step, and `schedule=async`
-does not. Each round trains SmolLM2-135M-Instruct with both, in turn with and without
+does not. Each round trains SmolLM2-135M-Instruct by both schedules, in turn with and without
 OMP_NUM_THREADS=1. The learning rate is next to nothing, so that all steps have equal work. Ratios
 are of the median seconds of a training step. The first steps are left out: a rank has measured
 nothing before its second one. Needs a quiet machine. Writes results/free_cores.json.

@@ -2,8 +2,8 @@
 
 Servers, controller and the user's programs come first: a training step gets the cores that they
 did not use during the one before it, so it gives them back one step after they need them. It also
-gets a core that they hardly used, if it is faster with it: all threads of an operator wait for the
-one that shares its core.
+gets a core that they hardly used, if it is faster with it: every operator waits for the thread on
+that core.
 
 Weights do not depend on the number of threads, bit by bit, where the kernels of this package
 attend: they have one thread, oneDNN divides products by rows and columns, torch by elements and
