@@ -20,7 +20,7 @@ from areal_lite.config.sections import (
     ServerConfig,
     TrainerConfig,
 )
-from areal_lite.system.network import LOOPBACK
+from areal_lite.system.network import LOOPBACK, NODE
 
 # SGLang ends a server whose scheduler makes no step for this many seconds, even a paused one.
 _SERVER_WATCHDOG_S = 300.0
@@ -311,11 +311,35 @@ def check_push(config: TrainConfig) -> None:
             "sync.verify=true with sync.transport=adapters: it compares whole weights bit by bit, "
             "and servers that add adapters by themselves may round otherwise: leave one out"
         )
+    _check_turns(config)
     watchdog_s = args.get("watchdog_timeout", _SERVER_WATCHDOG_S)
     if sync.timeout_s >= watchdog_s:
         raise ValueError(
             f"sync.timeout_s={sync.timeout_s:g} must be less than the {watchdog_s:g} s after which "
             "SGLang ends a paused server: lower it, or raise server.args.watchdog_timeout"
+        )
+
+
+def _check_turns(config: TrainConfig) -> None:
+    """Check that servers can leave their GPUs to the trainer in its steps."""
+    if not config.server.takes_turns:
+        return
+    for key, value, wanted, reason in (
+        ("rollout.interrupt", config.rollout.interrupt, "retract", "the KV cache is given back"),
+        ("sync.every", config.sync.every, 1, "servers wake with the weights of a push"),
+        ("sync.transport", config.sync.transport, "disk", "NCCL refuses two ranks on one GPU"),
+        ("trainer.offload", config.trainer.offload, True, "the trainer leaves the GPUs, too"),
+    ):
+        if value != wanted:
+            raise ValueError(
+                f"server.args.enable_memory_saver=true lets servers and trainer use GPUs in turn, "
+                f"and {reason}: set {key}={str(wanted).lower()}, not {str(value).lower()}, or see "
+                "+experiment=in_turn"
+            )
+    if config.server.host == NODE:
+        raise ValueError(
+            "server.args.enable_memory_saver=true is for one machine, and server.host=node for "
+            "several: remove one of them"
         )
 
 

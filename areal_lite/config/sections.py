@@ -54,6 +54,11 @@ class ServerConfig:
         """Return the requests that a server runs at a time; None: not set."""
         return self.args.get("max_running_requests")
 
+    @property
+    def takes_turns(self) -> bool:
+        """Return whether servers leave their GPUs to the trainer in its steps."""
+        return bool(self.args.get("enable_memory_saver"))
+
 
 @dataclass
 class SyncConfig:

@@ -190,8 +190,9 @@ class Placement:
     """GPUs by their names in CUDA_VISIBLE_DEVICES. An empty list: the process uses no GPU.
 
     The trainer ranks get the first GPUs, one each. The servers get the next ones, `tensor_parallel`
-    each. A single GPU is shared by all, by shares of its memory. Weights then travel through a
-    folder (`sync.transport=disk`), because NCCL refuses two ranks on one device.
+    each. A single GPU is shared by all, by shares of its memory, or all GPUs are, in turn
+    (weights/turns.py). Weights then travel through a folder (`sync.transport=disk`), because NCCL
+    refuses two ranks on one device.
     """
 
     trainer: list[str]  # of all ranks
@@ -240,6 +241,10 @@ def place(
     needed = ranks + server.count * size
     if not gpus:
         return Placement([], [[] for _ in range(server.count)])
+    if server.takes_turns:
+        if len(gpus) < ranks:
+            raise ValueError(f"{len(gpus)} GPUs for {ranks} trainer ranks: lower its parallel sizes")
+        return Placement(gpus[:ranks], divide_gpus(gpus, server.count, size))
     if len(gpus) == 1 and needed == 2:
         if transport != "disk":
             raise ValueError(

@@ -15,6 +15,7 @@ process sees. With `until-end` they end when the trainer has ended well, and fre
 """
 
 import asyncio
+import fcntl
 import logging
 import math
 import os
@@ -23,18 +24,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from areal_lite.config import RestartConfig, ServerConfig, TrainConfig, load_config
+from areal_lite.config.fields import WEEK_S
 from areal_lite.extensions import cpu_device
 from areal_lite.launch.roles import RoleFailed, interruptible, start_logged
 from areal_lite.run_dir.controller_status import TrainerPhase, read_status
 from areal_lite.run_dir.paths import LOGS_DIR, STORE_FILE, TOTALS_FILE
+from areal_lite.run_dir.resume import open_gpus_lock, try_lock
 from areal_lite.servers import registry
 from areal_lite.servers.client import ServerError, SGLangClient
 from areal_lite.sglang_plugins import ENV_API_KEY, ENV_DEVICE, ENV_NAME, ENV_READBACK, ENV_STORE
@@ -213,15 +216,21 @@ class ServerPool:
     """Supervised servers. A context manager: the servers run as long as the block does.
 
     make: by server name, a function that makes the server's next process. max_restarts: of each
-    server; those before it was ready for an hour do not count.
+    server; those before it was ready for an hour do not count. takes_turns: a trainer uses the GPUs
+    of the servers, too.
     """
 
     def __init__(
-        self, run_dir: Path, make: Mapping[str, Callable[[], ServerProcess]], max_restarts: int
+        self,
+        run_dir: Path,
+        make: Mapping[str, Callable[[], ServerProcess]],
+        max_restarts: int,
+        takes_turns: bool = False,
     ):
         self._run_dir = run_dir
         self._make = make
         self._max_restarts = max_restarts
+        self._takes_turns = takes_turns
         self._started_at = time.monotonic()
         self._came_up: set[str] = set()
         self._drained: set[str] = set()
@@ -312,9 +321,10 @@ class ServerPool:
         server = self._make[name]()
         grace_s = _GRACE_S
         try:
-            server.start()
-            await server.wait_ready()
-            registry.announce_server(self._run_dir, server.info)
+            async with self._gpus_to_start_on():
+                server.start()
+                await server.wait_ready()
+                registry.announce_server(self._run_dir, server.info)
             self._came_up.add(name)
             self._ready_at[name] = time.monotonic()
             self._log(f"{name} is ready {time.monotonic() - self._started_at:.0f} s after start")
@@ -328,6 +338,17 @@ class ServerPool:
         finally:
             registry.withdraw_server(self._run_dir, name)
             await asyncio.to_thread(server.stop, grace_s)
+
+    @asynccontextmanager
+    async def _gpus_to_start_on(self) -> AsyncIterator[None]:
+        """Wait until the trainer leaves the GPUs, and keep it off them inside the block."""
+        if not self._takes_turns:
+            yield
+            return
+        with open_gpus_lock(self._run_dir) as lock:
+            while not try_lock(lock, fcntl.LOCK_SH):
+                await asyncio.sleep(_POLL_INTERVAL_S)
+            yield
 
     async def _wait_for_end(self, server: ServerProcess) -> str | None:
         """Wait until the server exits or is marked unhealthy, and return the reason.
@@ -400,7 +421,7 @@ def server_pool(
 
     (run_dir / LOGS_DIR).mkdir(parents=True, exist_ok=True)
     makers = {f"server-{number}": lambda number=number: make(number) for number in gpus}
-    return ServerPool(run_dir, makers, max_restarts)
+    return ServerPool(run_dir, makers, max_restarts, config.takes_turns)
 
 
 def _beside_trainer(config: ServerConfig, gpus: list[str]) -> ServerConfig:
@@ -434,11 +455,13 @@ def train_pool(
     if resolve_device(config.server.device) == "cuda":
         most = running_requests(config.rollout.max_concurrent, config.server.count)
         running = {"max_running_requests": most}
+    # SGLang would end a server that makes no step for five minutes, even a parked one.
+    turns = {"watchdog_timeout": WEEK_S} if config.server.takes_turns else {}
     routes = {"enable_return_routed_experts": True} if config.algo.routing_replay else {}
     environment = {ENV_READBACK: "1"} if config.sync.verify else {}
     environment |= {ENV_STORE: str(run_dir / STORE_FILE)} if beside_store else {}
     return server_pool(
-        replace(config.server, args={**first, **head, **routes, **running, **config.server.args}),
+        replace(config.server, args={**first, **head, **turns, **routes, **running, **config.server.args}),
         model=config.model,
         seed=config.seed,
         run_dir=run_dir,

@@ -34,3 +34,4 @@ SLURM_JOB_FILE = "job.sbatch"  # the Slurm job
 STOP_FILE = "stop"  # asks the run to stop after its step
 LOCK_FILE = "lock"  # held by the command that writes here
 CONTROLLER_LOCK_FILE = "controller.lock"  # held by the controller
+GPUS_LOCK_FILE = "gpus.lock"  # held by the trainer or by servers that start, on shared GPUs

@@ -221,20 +221,35 @@ def is_locked(run_dir: Path) -> bool:
     for path in (run_dir / paths.LOCK_FILE, run_dir / paths.CONTROLLER_LOCK_FILE):
         if path.exists():
             with open(path, "rb") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
+                if not try_lock(file, fcntl.LOCK_SH):
                     return True
     return False
 
 
-def _lock(run_dir: Path, name: str) -> IO[bytes]:
-    """Lock a file. The kernel releases the lock when the process ends, however it ends."""
-    descriptor = os.open(run_dir / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC)
-    file = open(descriptor, "wb")
+def open_gpus_lock(run_dir: Path) -> IO[bytes]:
+    """Open the file to lock before GPUs are used that others use in turn (weights/turns.py)."""
+    return _open(run_dir / paths.GPUS_LOCK_FILE)
+
+
+def try_lock(file: IO[bytes], kind: int) -> bool:
+    """Lock a file if that is possible now: alone (LOCK_EX) or with others (LOCK_SH).
+
+    The kernel releases the lock when the process ends, however it ends.
+    """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
+        return False
+    return True
+
+
+def _open(path: Path) -> IO[bytes]:
+    return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC), "wb")
+
+
+def _lock(run_dir: Path, name: str) -> IO[bytes]:
+    file = _open(run_dir / name)
+    if not try_lock(file, fcntl.LOCK_EX):
         file.close()
         raise ValueError(
             f"run_dir={run_dir}: a run is going on there, end it first or choose another folder"

@@ -10,6 +10,8 @@ A push of weights. Groups of other clients stay as SGLang made them:
   parallelism its all-reduces could deadlock with the broadcast
   (https://github.com/sgl-project/sglang/pull/22620). SGLang would also count its token to the next
   version.
+* Parked servers (weights/turns.py) stay paused, whoever lets them continue, until they have all of
+  their memory back. To ask twice for one thing changes nothing.
 * Read-back: with AREAL_LITE_READBACK=1, every architecture answers `/get_weights_by_name`, with the
   names of the server's own parameters. Pushes are verified with it.
 
@@ -45,6 +47,7 @@ from areal_lite.sglang_plugins.prefill import compute_shared_once
 
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_PARKING = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _NAMING = "sglang.srt.managers.tokenizer_manager.TokenizerManager._update_model_path_info"
 _READ = (
     "sglang.srt.model_executor.model_runner_components.weight_exporter"
@@ -62,6 +65,7 @@ _LIMIT = timedelta(minutes=30)
 _REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)  # a hook passes them on
 # How often to ask the trainer's store whether the group still lives, in seconds.
 _ASK_EVERY_S = 0.05
+_PARKED_REST_S = 0.005
 empty_bucket: Callable[..., torch.Tensor] = torch.empty
 """Makes the memory of a bucket. A device may replace it."""
 # Elements of W that are in float32 at a time.
@@ -117,6 +121,10 @@ def hooks() -> dict[str, Callable]:
         f"{_UPDATER}.destroy_weights_update_group": _leave_group,
         f"{_UPDATER}.receive_weights_from_distributed": _receive_weights,
         f"{_SCHEDULER}.pause_generation": _finish_forward_pass,
+        f"{_SCHEDULER}.continue_generation": _continue_unless_parked,
+        f"{_SCHEDULER}._record_scheduler_state_for_paused_engine": _rest_while_parked,
+        f"{_PARKING}.release_memory_occupation": _release_once,
+        f"{_PARKING}.resume_memory_occupation": _resume_once,
         f"{_SCHEDULER}.record_weight_version_change": _tag_pending_tokens,
         f"{_SCHEDULER}._get_new_batch_prefill_raw": compute_shared_once,
         _NAMING: _keep_name,
@@ -225,6 +233,32 @@ def _finish_forward_pass(original: Callable, self: Any, recv_req: Any) -> Any:
     if recv_req.mode == "in_place" and self.enable_overlap:
         wait_for_streams(self)
     return result
+
+
+def _continue_unless_parked(original: Callable, self: Any, recv_req: Any) -> None:
+    if not self.weight_updater.offload_tags:
+        original(self, recv_req)
+
+
+def _rest_while_parked(original: Callable, self: Any) -> None:
+    """Leave the core to the trainer: a paused scheduler asks for requests without a rest."""
+    original(self)
+    if self.weight_updater.offload_tags:
+        time.sleep(_PARKED_REST_S)
+
+
+def _release_once(original: Callable, self: Any, recv_req: Any) -> Any:
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
+
+    recv_req.tags = [tag for tag in recv_req.tags if tag not in self.offload_tags]
+    return original(self, recv_req) if recv_req.tags else ReleaseMemoryOccupationReqOutput()
+
+
+def _resume_once(original: Callable, self: Any, recv_req: Any) -> Any:
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
+
+    recv_req.tags = [tag for tag in recv_req.tags if tag in self.offload_tags]
+    return original(self, recv_req) if recv_req.tags else ResumeMemoryOccupationReqOutput()
 
 
 def wait_for_streams(scheduler: Any) -> None:

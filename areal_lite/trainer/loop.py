@@ -52,6 +52,7 @@ from areal_lite.trainer.step import build_models, policy_step
 from areal_lite.trajectory import trace_name
 from areal_lite.weights.push import make_pusher
 from areal_lite.weights.recipients import PushReport
+from areal_lite.weights.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -87,20 +88,22 @@ class TrainingRun:
         self.config = config
         self.run_dir = run_dir
         self.objective = build_objective(config)
-        self.models = build_models(config, self.objective)
-        self.checkpoints = Checkpoints(
-            run_dir / CHECKPOINTS_DIR, self.models.trained, trainer.keep_checkpoints
-        )
-        self.start = self.done = self.pushed = self.checkpoints.resume()
+        self.turns = Turns(config, run_dir)
+        with self.turns.turn():
+            self.models = build_models(config, self.objective)
+            self.checkpoints = Checkpoints(
+                run_dir / CHECKPOINTS_DIR, self.models.trained, trainer.keep_checkpoints
+            )
+            self.start = self.done = self.pushed = self.checkpoints.resume()
+            self.models.leave_device()
         self.controller = self._join_controller()
         self.reporter = None
         if dist.get_rank() == 0:
             self.reporter = Reporter(config, run_dir, self.controller, self.start)
         controller = self.controller if self.reporter else None
-        self.pusher = make_pusher(self.models.policy, controller, config, run_dir)
+        self.pusher = make_pusher(self.models.policy, controller, config, run_dir, self.turns)
         self.skipped = 0
         self.saved_at = time.monotonic()
-        self.models.leave_device()
 
     def step(self, step: int) -> None:
         """Train on the batch of `step` and push the weights after it, if a push is due."""
@@ -112,9 +115,13 @@ class TrainingRun:
         with profiled(step + 1, dist.get_rank(), self.run_dir):
             heartbeat.enter(f"training step {step + 1}")
             if self.reporter:
+                parked = self.config.server.takes_turns
+                if parked:  # they answer no evaluation before the push
+                    self.reporter.end_evaluations(step)
                 # Servers with older weights have other log-probs.
-                self.reporter.agreement.begin(batch, [] if lag else self.pusher.servers)
-            with kernels.training_step(), self.models.on_device():
+                able = not (lag or parked)
+                self.reporter.agreement.begin(batch, self.pusher.servers if able else [])
+            with self.turns.turn(), kernels.training_step(), self.models.on_device():
                 result = policy_step(self.models, self.objective, batch, self.config, step)
             self._record_skipped(step, batch, result.skipped)
             trained = steady_time()
@@ -377,15 +384,20 @@ class Reporter:
         if self._evaluation_is_due(start):
             self._evaluate(start)
 
+    def end_evaluations(self, step: int) -> None:
+        """Wait for the evaluations that the weights before the step must answer alone.
+
+        Those are of version 0, before training, and all of a run that can be repeated.
+        """
+        if step == 0 or self._config.server.deterministic:
+            self._collect()
+
     def before_push(self, step: int, batch: TrainBatch, prox: Tensor) -> None:
         """Compare log-probs with the servers, which still have the weights before the step.
 
         prox: float32 [T], the trainer's log-probs of `batch` under those weights.
         """
-        if step == 0 or self._config.server.deterministic:
-            # Version 0 alone must answer the evaluation before training. In a run that can be
-            # repeated, one version alone must answer each evaluation.
-            self._collect()
+        self.end_evaluations(step)
         append_event(self._run_dir, "proximal", proximal_record(step, batch, prox.numpy()))
         self._compared = self.agreement.compare(batch, prox, step)
 

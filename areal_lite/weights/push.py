@@ -43,6 +43,7 @@ from areal_lite.sglang_plugins.weight_group import CollectiveError
 from areal_lite.system.processes import steady_time
 from areal_lite.weights.broadcast import Broadcast, pack_adapters
 from areal_lite.weights.recipients import FROM_DISK, Bucket, PushRecipients, PushReport
+from areal_lite.weights.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -171,24 +172,34 @@ class Pusher:
         """Leave the servers, and remove everything that was written for them."""
 
 
-def make_pusher(policy, controller, config: TrainConfig, run_dir: Path) -> Pusher:
+def make_pusher(
+    policy, controller, config: TrainConfig, run_dir: Path, turns: Turns | None = None
+) -> Pusher:
     """Build the pusher of this rank, for the weights of `policy`.
 
-    controller: the ControllerClient on rank 0, None on other ranks.
+    controller: the ControllerClient on rank 0, None on other ranks. turns: after which servers wake
+    with a push.
     """
     weights = policy.adapters if config.sync.transport == "adapters" else policy.weights
     if controller is None:
         return Pusher(weights)
-    return WeightPusher(weights, policy.device, controller, config, run_dir)
+    return WeightPusher(weights, policy.device, controller, config, run_dir, turns)
 
 
 class WeightPusher(Pusher):
     """The pusher of trainer rank 0; device: of the weights, controller: the ControllerClient."""
 
     def __init__(
-        self, weights, device: torch.device, controller, config: TrainConfig, run_dir: Path
+        self,
+        weights,
+        device: torch.device,
+        controller,
+        config: TrainConfig,
+        run_dir: Path,
+        turns: Turns | None = None,
     ):
         super().__init__(weights)
+        self._turns = turns or Turns(config, run_dir)
         self._controller = controller
         self._config = config
         self._timeout_s = config.sync.timeout_s
@@ -227,9 +238,18 @@ class WeightPusher(Pusher):
         started = steady_time()
         answer = self._controller.begin_push(version)
         drain_s = steady_time() - started if answer.drained else 0.0
-        report = PushReport(version=version, drained=answer.drained, drain_s=drain_s)
+        parked_at, self._turns.parked_at = self._turns.parked_at, 0.0
+        report = PushReport(
+            version=version, paused_at=parked_at, drained=answer.drained, drain_s=drain_s
+        )
         config = self._config
-        recipients = PushRecipients(answer.servers, report, config.sync, config.rollout.interrupt)
+        recipients = PushRecipients(
+            answer.servers,
+            report,
+            config.sync,
+            config.rollout.interrupt,
+            parked=config.server.takes_turns,
+        )
         try:
             sent = self._transfer(recipients, apart=apart)
         except CollectiveError as error:

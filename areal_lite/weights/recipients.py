@@ -16,6 +16,7 @@ from areal_lite.sglang_plugins.weight_group import CollectiveError
 from areal_lite.system import heartbeat
 from areal_lite.system.processes import steady_time
 from areal_lite.trajectory import InterruptMode
+from areal_lite.weights.turns import KV_CACHE, WEIGHTS
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class PushReport:
     """The cost of a push."""
 
     version: int
-    paused_at: float = 0.0  # wall-clock seconds
+    paused_at: float = 0.0  # wall-clock seconds; 0: not yet
     pause_s: float = 0.0  # length of the pause window, in which a server produces no token
     total_s: float = 0.0
     megabytes: float = 0.0  # MiB of weights
@@ -50,6 +51,7 @@ class PushRecipients:
     report: PushReport
     sync: SyncConfig
     interrupt: str = InterruptMode.IN_PLACE
+    parked: bool = False  # the servers may have given back the memory of weights and KV cache
     errors: list[ServerError] = field(default_factory=list)  # of the servers that left
 
     @property
@@ -80,14 +82,21 @@ class PushRecipients:
         # A server has no reason to be slow before the pause. One that hangs must not hold up the
         # others for as long as a transfer may take.
         timeout_s = self.sync.health_timeout_s
-        self.report.paused_at = steady_time()
+        self.report.paused_at = self.report.paused_at or steady_time()
         self.post("/pause_generation", {"mode": mode}, timeout_s)
         try:
+            self._wake(WEIGHTS)
             yield
+            self._wake(KV_CACHE)
         finally:
             # What the server gave back to the driver here, it would allocate at the next push.
             self.post("/continue_generation", {"torch_empty_cache": False}, timeout_s)
             self.report.pause_s = steady_time() - self.report.paused_at
+
+    def _wake(self, memory: str) -> None:
+        """Let servers take back what they gave to the trainer. One that fails stays paused."""
+        if self.parked:
+            self.post("/resume_memory_occupation", {"tags": [memory]})
 
     def run_together(self, action: Callable[[list[ServerInfo]], object]) -> None:
         """Run `action` with all servers, and again without the failed servers, until it succeeds.

@@ -13,6 +13,7 @@ SGLang itself is not edited. It has extension points for hardware that it does n
 * The windows of Mistral, Qwen and Phi-3, whose models in SGLang have none.
 * `operators.py`: sampling, and for other models the norm and the rotary embedding.
 * `speculation.py`: several tokens of an answer in one pass, drafted from earlier answers.
+* `parking.py`: servers that give their memory back while the trainer has its turn.
 * `invariant.py`: batch-invariant products and seeded sampling, for `server.deterministic`.
 * `stand_ins.py`: stand-ins for packages that SGLang imports and a text model never uses.
 
@@ -25,6 +26,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 _DENSE_MODELS = ("llama.LlamaModel", "qwen2.Qwen2Model", "qwen3.Qwen3Model")
+_MEMORY = "utils.torch_memory_saver_adapter.TorchMemorySaverAdapter"
 _MOE = "qwen3_moe.Qwen3MoeModel"
 _UPDATES = [f"update_weights_from_{source}" for source in ("disk", "distributed", "ipc", "tensor")]
 
@@ -56,6 +58,8 @@ def activate() -> str | None:
         (f"{logits}._compute_lm_head", _late("decoder:lm_head"), around),
         *((f"{updater}.{update}", _late("decoder:forget_packed"), around) for update in _UPDATES),
         ("layers.sampler.sampling_from_probs_torch", _late("operators:draw"), around),
+        (f"{_MEMORY}.create", _late("parking:adapter"), replace),
+        (f"{runner}.init_memory_saver_adapter", _late("parking:know_runner"), replace),
         (f"{runner}.maybe_enable_batch_invariant_mode", _make_invariant, replace),
         ("layers.sampler.multinomial_with_seed", multinomial_with_seed, replace),
     ):

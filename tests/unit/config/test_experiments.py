@@ -43,21 +43,22 @@ def where(model, tmp_path, monkeypatch) -> list[str]:
 
 
 TASK = "+task=addition"
+SHARED = ("one_gpu", "in_turn")  # they go with another experiment
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_is_valid_and_has_a_plan(name, where, capsys):
-    where += [TASK] if name == "one_gpu" else []
+    where += [TASK] if name in SHARED else []
     config = checked_config("train", [f"+experiment={name}", *where])
     gpus = config.trainer.world_size + config.server.count * config.server.tensor_parallel
     assert (
-        name == "one_gpu" or gpus == 8 * CLUSTERS.get(name, 1) or name == "tba_gsm8k" and gpus == 4
+        name in SHARED or gpus == 8 * CLUSTERS.get(name, 1) or name == "tba_gsm8k" and gpus == 4
     )
     assert main(["train", "--dry-run", f"+experiment={name}", *where]) == 0
     assert f"{config.trainer.steps:,} steps" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name != "one_gpu"])
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name not in SHARED])
 def test_every_experiment_fits_its_nodes(name, where, capsys):
     config = checked_config(
         "slurm", [f"+experiment={name}", *where, f"cluster.nodes={CLUSTERS.get(name, 1)}"]

@@ -74,3 +74,38 @@ def test_accepted():
     check_push(TrainConfig(model="m", sync=SyncConfig(transport="memory"), **cpu_servers))
     patient = dict(server=ServerConfig(args={"watchdog_timeout": 900}))
     check_push(TrainConfig(model="m", sync=SyncConfig(timeout_s=600), **patient))
+
+
+IN_TURN = {
+    "rollout.interrupt": "retract",
+    "sync.transport": "disk",
+    "trainer.offload": True,
+    "server.args": {"enable_memory_saver": True},
+}
+
+
+def in_turn(**changes: object) -> TrainConfig:
+    config = TrainConfig(model="m")
+    for key, value in (IN_TURN | changes).items():
+        section, name = key.split(".")
+        setattr(getattr(config, section), name, value)
+    return config
+
+
+def test_gpus_may_be_used_in_turn():
+    check_push(in_turn())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("rollout.interrupt", "in_place", "set rollout.interrupt=retract, not in_place"),
+        ("sync.every", 2, "set sync.every=1, not 2"),
+        ("sync.transport", "distributed", "NCCL refuses .* set sync.transport=disk"),
+        ("trainer.offload", False, "set trainer.offload=true, not false, or see .*in_turn"),
+        ("server.host", "node", "is for one machine, and server.host=node"),
+    ],
+)
+def test_what_turns_need(key, value, message):
+    with pytest.raises(ValueError, match=f"enable_memory_saver=true .*{message}"):
+        check_push(in_turn(**{key: value}))

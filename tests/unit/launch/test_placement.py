@@ -35,6 +35,17 @@ def test_one_gpu_is_shared_if_weights_travel_through_a_folder():
         place(["3"], trainer, server, "distributed")
 
 
+def test_servers_and_trainer_use_the_same_gpus_in_turn():
+    server = ServerConfig(count=2, tensor_parallel=2, args={"enable_memory_saver": True})
+    gpus = ["0", "1", "2", "3"]
+    got = place(gpus, TrainerConfig(data_parallel=4), server, "disk")
+    assert got.trainer == gpus and got.servers == [["0", "1"], ["2", "3"]] and got.shared
+    with pytest.raises(ValueError, match="2 GPUs for 4 trainer ranks"):
+        place(gpus[:2], TrainerConfig(data_parallel=4), server, "disk")
+    with pytest.raises(ValueError, match="3 GPUs for 2 servers of 2"):
+        place(gpus[:3], TrainerConfig(), server, "disk")
+
+
 @pytest.mark.parametrize("trainer, server", [(None, 0.25), (0.6, None), (0.6, 0.35)])
 def test_both_shares_of_a_gpu_are_needed_and_leave_room(trainer, server):
     with pytest.raises(

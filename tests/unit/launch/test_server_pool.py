@@ -1,6 +1,7 @@
 """The number of restarts of a server, with servers and a clock that are not real."""
 
 import asyncio
+import fcntl
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 from areal_lite.launch import server_pool as module
 from areal_lite.launch.roles import RoleFailed
 from areal_lite.launch.server_pool import LOG, ServerPool
+from areal_lite.run_dir.resume import open_gpus_lock, try_lock
 from areal_lite.servers.registry import ServerInfo
 
 
@@ -77,3 +79,30 @@ def test_a_server_that_was_ready_for_an_hour_counts_anew(tmp_path, clock) -> Non
     said = restarts(tmp_path, clock, [100, 1, 3601, 5000, 10, 1])
     numbers = [line.split("restart ")[1][0] for line in said[:-1]]
     assert numbers == ["1", "2", "1", "1", "2"] and "given up" in said[-1]
+
+
+def test_a_server_starts_when_the_trainer_has_left_its_gpus(tmp_path) -> None:
+    (tmp_path / "logs").mkdir()
+    trainer, events = open_gpus_lock(tmp_path), []
+    assert try_lock(trainer, fcntl.LOCK_EX)
+
+    class Server(FailingServer):
+        def start(self) -> None:
+            events.append("start")
+
+        async def wait_ready(self) -> None:
+            with open_gpus_lock(tmp_path) as lock:
+                events.append(try_lock(lock, fcntl.LOCK_EX))
+
+    pool = ServerPool(tmp_path, {"server-0": lambda: Server([0.0], 1)}, 0, takes_turns=True)
+
+    async def run() -> None:
+        supervision = asyncio.create_task(pool.supervise())
+        await asyncio.sleep(0.5)
+        assert not events
+        trainer.close()
+        with pytest.raises(RoleFailed):
+            await supervision
+
+    asyncio.run(run())
+    assert events == ["start", False], "the trainer has no turn before it is announced"

@@ -93,6 +93,23 @@ def test_the_server_that_fails_leaves_and_the_others_are_not_asked_twice(answers
     assert bad.calls["/continue_generation"] == 0, "its weights may be half new: it must not go on"
 
 
+WAKE = "/resume_memory_occupation"
+
+
+def test_parked_servers_wake_for_the_weights_first(answers):
+    server, bad = answers("good"), answers("bad", WAKE)
+    push = recipients(server, bad)
+    push.parked, push.report.paused_at = True, 1.0
+    with push.paused():
+        assert server.calls == {"/pause_generation": 1, WAKE: 1}
+        assert server.bodies[WAKE] == {"tags": ["weights"]}
+        assert push.servers == [server.info], "it has no memory for weights"
+    assert server.calls == {"/pause_generation": 1, WAKE: 2, "/continue_generation": 1}
+    assert server.bodies[WAKE] == {"tags": ["kv_cache"]}
+    assert bad.calls["/continue_generation"] == 0
+    assert push.report.pause_s > 1000, "the pause has begun with the turn"
+
+
 def first_pusher(tmp_path: Path, *servers: ServerInfo) -> WeightPusher:
     """Return a pusher of one tensor, by a folder, that has pushed nothing yet."""
     (tmp_path / "config.json").write_text("{}")
