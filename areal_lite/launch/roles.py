@@ -243,7 +243,10 @@ def place(
         return Placement([], [[] for _ in range(server.count)])
     if server.takes_turns:
         if len(gpus) < ranks:
-            raise ValueError(f"{len(gpus)} GPUs for {ranks} trainer ranks: lower its parallel sizes")
+            raise ValueError(
+                f"{len(gpus)} GPUs for {ranks} trainer ranks: lower trainer.data_parallel, or "
+                "another of its parallel sizes"
+            )
         return Placement(gpus[:ranks], divide_gpus(gpus, server.count, size))
     if len(gpus) == 1 and needed == 2:
         if transport != "disk":

@@ -461,7 +461,10 @@ def train_pool(
     environment = {ENV_READBACK: "1"} if config.sync.verify else {}
     environment |= {ENV_STORE: str(run_dir / STORE_FILE)} if beside_store else {}
     return server_pool(
-        replace(config.server, args={**first, **head, **turns, **routes, **running, **config.server.args}),
+        replace(
+            config.server,
+            args={**first, **head, **turns, **routes, **running, **config.server.args},
+        ),
         model=config.model,
         seed=config.seed,
         run_dir=run_dir,

@@ -75,7 +75,9 @@ def run(config: TrainConfig) -> int:
         server_title: server_lines(config, hf, serving),
         "a push of the weights": push_lines(config, hf, dtype.itemsize),
     }
-    if trainer.gpu_memory_fraction and config.server.mem_fraction:
+    if config.server.takes_turns:
+        sections["servers and trainer in turn on a GPU"] = turn_lines(config, hf, placement)
+    elif trainer.gpu_memory_fraction and config.server.mem_fraction:
         sections["server and trainer on one GPU"] = shared_lines(config, hf, placement)
     texts = ["\n  ".join([title, *lines]) for title, lines in sections.items()]
     show("\n\n".join(texts), 4, sys.stdout)
@@ -323,6 +325,17 @@ def shared_lines(config: TrainConfig, hf: PretrainedConfig, placement: Placement
     memories = [gpu_memory(gpu) for gpu in placement.trainer[:1] if placement.shared]
     sizes = [found.total for found in memories if found] or SIZES
     return [_shared_line(share_gpu(config, hf, size)) for size in sizes]
+
+
+def turn_lines(config: TrainConfig, hf: PretrainedConfig, placement: Placement) -> list[str]:
+    """Show whether each side fits in its turn, what a turn moves, and when not to take turns."""
+    moments = memory.rank_memory(hf, config.trainer, 2, 0, gpu=True).moments
+    return [
+        *shared_lines(config, hf, placement),
+        f"{byte_size(2 * moments)} a rank to and from host memory in each step, while nothing else "
+        "works. GPUs of their own are faster where the model fits: `areal-lite simulate` with "
+        "these settings compares",
+    ]
 
 
 def _shared_line(gpu: SharedGpu) -> str:

@@ -19,7 +19,8 @@ libraries' own memory.
 `share_gpu` adds these for a GPU that a server and a trainer rank share. The trainer rank may use
 `trainer.gpu_memory_fraction` of it, and the server's weights and KV cache
 `server.args.mem_fraction_static`. The rest is for what neither setting covers: the CUDA contexts of
-both processes, the server's CUDA graphs, and what it computes with.
+both processes, the server's CUDA graphs, and what it computes with. Where they use it in turn, the
+trainer's share is all but that rest, which in the servers' turn has the trainer's weights, too.
 
 Symbols: hf is a Hugging Face configuration, itemsize the bytes of a parameter (2 or 4), stage a
 pipeline stage.
@@ -419,20 +420,32 @@ def share_gpu(config: TrainConfig, hf: PretrainedConfig, size: int) -> SharedGpu
     """Divide a GPU of `size` bytes between the server and the trainer of a run."""
     server_part = config.server.mem_fraction or 0.0
     trainer_part = config.trainer.gpu_memory_fraction or 0.0
-    weights = num_parameters(hf) * _SERVING_ITEMSIZE
+    ranks = config.server.tensor_parallel
+    weights = num_parameters(hf) * _SERVING_ITEMSIZE // ranks
     kv_cache = max(int(server_part * size) - weights, 0)
-    tokens = kv_cache // kv_bytes_per_token(hf, _SERVING_ITEMSIZE, 1)
+    tokens = kv_cache // kv_bytes_per_token(hf, _SERVING_ITEMSIZE, ranks)
     tokens = min(tokens, config.server.args.get("max_total_tokens", tokens))
+    rest, trainer_share = 2 * CUDA_CONTEXT + _server_working(config, hf), int(trainer_part * size)
+    if config.server.takes_turns:
+        trainer_share = size - rest
+        rest, trainer_part = rest + _kept_in_turn(config, hf), 0.0
     return SharedGpu(
         size=size,
         trainer=trainer_bytes(config, hf),
-        trainer_share=int(trainer_part * size),
+        trainer_share=trainer_share,
         kv_cache=kv_cache,
         kv_tokens=tokens,
         longest=longest_sequence(config),
-        rest=2 * CUDA_CONTEXT + _server_working(config, hf),
+        rest=rest,
         rest_share=int((1 - server_part - trainer_part) * size),
     )
+
+
+def _kept_in_turn(config: TrainConfig, hf: PretrainedConfig) -> int:
+    """Estimate what a trainer rank has on a GPU while servers use it in their turn."""
+    rank = rank_memory(hf, config.trainer, 2, 0, gpu=True)
+    models = 2 if config.algo.advantage.estimator == "gae" else 1
+    return int(models * (rank.weights + rank.masters) * (1 + _ROUNDING)) + _LIBRARIES
 
 
 def trainer_bytes(config: TrainConfig, hf: PretrainedConfig) -> int:

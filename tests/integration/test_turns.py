@@ -1,4 +1,4 @@
-"""Servers and trainer that use the same memory in turn: a real server parks, and runs lose roles."""
+"""Servers and trainer that take turns: a real server parks, and a run loses each of its roles."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ LONG = {"max_new_tokens": 600, "temperature": 0.0, "ignore_eos": True}
 
 
 @contextmanager
-def saver(model: str, log: Path) -> Iterator[tuple[ServerInfo, psutil.Process]]:
+def saver(checkpoint: str, log: Path) -> Iterator[tuple[ServerInfo, psutil.Process]]:
     """Run a server that can park; yield its address and the process that has its memory."""
     args = {"enable_memory_saver": True, "max_total_tokens": CACHE_TOKENS}
     config = ServerConfig(args=args)
-    server = ServerProcess(config, model, name="s", port=free_port(), seed=1, log_path=log)
+    server = ServerProcess(config, checkpoint, name="s", port=free_port(), seed=1, log_path=log)
     try:
         server.start()
         asyncio.run(server.wait_ready())

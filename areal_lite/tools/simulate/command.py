@@ -50,7 +50,9 @@ class Variant:
 
 def num_gpus(config: SimulateConfig) -> int:
     """Return the GPUs of servers and trainer together."""
-    return config.server.count * config.server.tensor_parallel + config.trainer.world_size
+    generating = config.server.count * config.server.tensor_parallel
+    training = config.trainer.world_size
+    return max(generating, training) if config.server.takes_turns else generating + training
 
 
 def simulated(config: SimulateConfig, loss: Loss | None = None) -> Summary:
@@ -68,11 +70,13 @@ def compare(question: str, config: SimulateConfig) -> Iterator[Variant]:
         yield Variant(name, variant, simulated(variant, *loss))
 
 
-def _splits(config: SimulateConfig) -> Iterator[tuple[str, SimulateConfig]]:
-    """Divide the same GPUs between servers and trainer."""
+def _splits(
+    config: SimulateConfig, gpus: int | None = None
+) -> Iterator[tuple[str, SimulateConfig]]:
+    """Divide the same GPUs between servers and trainer; None: as many as they have."""
     seen = set()
     for share in _TRAINER_SHARES:
-        variant = divided(config, num_gpus(config), share)
+        variant = divided(config, gpus or num_gpus(config), share)
         if variant.server.count not in seen and variant.server.count:
             seen.add(variant.server.count)
             generating = variant.server.count * variant.server.tensor_parallel
@@ -121,6 +125,21 @@ def _schedules(config: SimulateConfig) -> Iterator[tuple[str, SimulateConfig]]:
         variant.sync.every, variant.buffer.window = 1, None
         variant.buffer.max_staleness, variant.rollout.interrupt = bound, interrupt
         yield name, variant
+    yield "async, GPUs in turn", _in_turn(config)
+
+
+def _in_turn(config: SimulateConfig) -> SimulateConfig:
+    """Return the settings with which all GPUs generate, and all of them train, in turn."""
+    gpus = num_gpus(config)
+    variant = divided(config, gpus, trainer_share=1.0)
+    variant.sync.every, variant.buffer.window = 1, None
+    variant.buffer.max_staleness, _ = _SCHEDULES["async"]
+    servers = gpus // variant.server.tensor_parallel
+    each = config.rollout.max_concurrent / config.server.count
+    variant.server.count, variant.rollout.max_concurrent = servers, round(each * servers)
+    variant.server.args = variant.server.args | {"enable_memory_saver": True}
+    variant.rollout.interrupt = "retract"
+    return variant
 
 
 def _losses(config: SimulateConfig) -> Iterator[tuple[str, SimulateConfig, Loss | None]]:
@@ -271,6 +290,8 @@ def comparison_text(question: str, variants: Sequence[Variant]) -> str:
 def advise(config: SimulateConfig, summary: Summary) -> list[str]:
     """Say what holds the run back, and which settings to try."""
     advice = []
+    if config.server.takes_turns:
+        return _advise_on_turns(config, summary)
     if summary.wait_share > _NOTABLE and summary.idle_share > _NOTABLE:
         advice.append(
             f"Trainer and servers wait for each other: the trainer {summary.wait_share:.0%} of its "
@@ -305,3 +326,19 @@ def advise(config: SimulateConfig, summary: Summary) -> list[str]:
             "rollout.max_concurrent, or raise server.tensor_parallel."
         )
     return advice
+
+
+def _advise_on_turns(config: SimulateConfig, summary: Summary) -> list[str]:
+    """Say whether the same GPUs are faster if some only generate, and the others only train."""
+    apart = deepcopy(config)
+    apart.server.args = {**config.server.args, "enable_memory_saver": False}
+    apart.rollout.interrupt = "in_place"
+    splits = {name: simulated(split) for name, split in _splits(apart, num_gpus(config))}
+    if not splits:
+        return ["Servers and trainer cannot have GPUs of their own: there are too few."]
+    best = max(splits, key=lambda name: splits[name].tokens_per_s)
+    ratio = splits[best].tokens_per_s / summary.tokens_per_s
+    result = f"With GPUs of their own, {best} generating, they train on {ratio:.2f} times as many"
+    if ratio < 1:
+        return [f"{result} tokens a second: using them in turn is faster."]
+    return [f"{result} tokens a second: use them in turn only if the model does not fit otherwise."]

@@ -89,6 +89,9 @@ class SimulatedTrainer:
         pulled = self._loop.time()
         grain = self.work.grain
         train_s = self.work.trainer.step_s([shard.lengths * grain for shard in shards])
+        if self.config.server.takes_turns:
+            self.servers.pause(self.servers.announced(), InterruptMode.RETRACT)
+            train_s += self.work.trainer.turn_s
         await asyncio.sleep(train_s)
         trained = self._loop.time()
         await self._push_if_due(step + 1)

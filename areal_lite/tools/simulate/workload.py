@@ -44,6 +44,8 @@ from areal_lite.tools.simulate.decoding import ServerSpeed
 _NORMAL = NormalDist()
 _BYTES = 2  # of a parameter and of an entry of the KV cache
 _MEMORY_SHARE = 0.88  # of the memory, for weights and KV cache
+_MOMENT_BYTES = 8  # of a parameter, spread over the ranks
+_HOST_BYTES_S = 25e9  # from and to page-locked host memory over PCIe 4.0: 80 % of its 32 GB/s
 _PREFILL_PASSES = 2  # operations for a parameter and token of a prompt
 
 
@@ -117,6 +119,7 @@ class TrainerSpeed:
     per_square_s: float = 0.0  # seconds for the square of each sequence's length: attention
     prepare_s: float = 0.0  # seconds of a push before its pause
     pause_s: float = 0.0  # seconds in which the servers are paused
+    turn_s: float = 0.0  # seconds in which a trainer comes to GPUs that servers use, and leaves
 
     def step_s(self, shards: list[np.ndarray]) -> float:
         """Return the seconds of a step; a shard is the lengths of its sequences, in tokens."""
@@ -271,6 +274,7 @@ def trainer_speed(config: SimulateConfig) -> TrainerSpeed:
         # Each of n tokens attends to n / 2 on average.
         per_square_s=4 * shape.layers * shape.hidden * forwards / 2 / arithmetic,
         pause_s=simulation.push_fixed_s + push_s,
+        turn_s=2 * _MOMENT_BYTES * shape.parameters / trainer.world_size / _HOST_BYTES_S,
     )
 
 

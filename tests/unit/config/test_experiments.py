@@ -51,9 +51,7 @@ def test_every_experiment_is_valid_and_has_a_plan(name, where, capsys):
     where += [TASK] if name in SHARED else []
     config = checked_config("train", [f"+experiment={name}", *where])
     gpus = config.trainer.world_size + config.server.count * config.server.tensor_parallel
-    assert (
-        name in SHARED or gpus == 8 * CLUSTERS.get(name, 1) or name == "tba_gsm8k" and gpus == 4
-    )
+    assert name in SHARED or gpus == 8 * CLUSTERS.get(name, 1) or name == "tba_gsm8k" and gpus == 4
     assert main(["train", "--dry-run", f"+experiment={name}", *where]) == 0
     assert f"{config.trainer.steps:,} steps" in capsys.readouterr().out
 

@@ -108,7 +108,9 @@ def test_each_start_of_a_server_looks_at_the_free_memory(tmp_path, monkeypatch):
     assert argv[argv.index("--mem-fraction-static") + 1] == "0.25"
 
 
-@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name not in ("one_gpu", "in_turn")])
+@pytest.mark.parametrize(
+    "name", [name for name in EXPERIMENTS if name not in ("one_gpu", "in_turn")]
+)
 def test_every_experiment_is_valid_on_one_gpu(name, model, tmp_path, monkeypatch):
     fake_gpu(tmp_path, monkeypatch)
     shared = f"+experiment=[{name},one_gpu]"

@@ -11,7 +11,7 @@ from areal_lite.megatron.architectures import ARCHITECTURES
 from areal_lite.quickstart.make_model import build_char_tokenizer
 from areal_lite.tools import memory
 from areal_lite.tools.formatting import byte_size
-from areal_lite.tools.memory import GIB, share_gpu, trainer_bytes
+from areal_lite.tools.memory import GIB, rank_memory, share_gpu, trainer_bytes
 from tests.unit.launch.torch_allocator import Allocator, training_step
 
 SIZES = dict(
@@ -421,6 +421,20 @@ def test_what_fits_into_one_gpu(hf, fits, tmp_path, monkeypatch):
     config = cli.checked_config("train", ["+experiment=[gsm8k,one_gpu]", *where])
     plans = [share_gpu(config, hf, size * GIB) for size in (24, 80, 140)]
     assert [not plan.missing for plan in plans] == fits
+
+
+def test_what_fits_in_turn():
+    """Each side has the GPU but for what the other keeps: a 7B model fits where it did not."""
+    args = {"mem_fraction_static": 0.5, "enable_memory_saver": True}
+    config = TrainConfig(model="m", server=ServerConfig(args=args))
+    config.trainer = TrainerConfig(data_parallel=8, recompute="full", tokens_per_microbatch=8192)
+    plan = share_gpu(config, QWEN_7B, 80 * GIB)
+    assert not plan.missing and plan.trainer > 0.5 * 80 * GIB
+    states = rank_memory(QWEN_7B, config.trainer, 2, 0, gpu=True)
+    kept = states.weights + states.masters
+    assert kept < plan.rest - (80 * GIB - plan.trainer_share) < 1.1 * kept + GIB
+    config.server.args["mem_fraction_static"] = 0.8
+    assert share_gpu(config, QWEN_7B, 80 * GIB).missing == ["the rest"]
 
 
 def test_a_cache_without_room_for_a_sequence_does_not_fit():

@@ -45,7 +45,10 @@ def test_it_prints_a_table_and_writes_its_file(tmp_path, capsys) -> None:
         assert text in printed
     record = json.loads(out.read_text())
     names = [row["name"] for row in record["comparisons"]["schedules"]]
-    assert names == ["sync", "one_step", "async"] and record["run"]["tokens_per_s"] > 0
+    assert (
+        names == ["sync", "one_step", "async", "async, GPUs in turn"]
+        and record["run"]["tokens_per_s"] > 0
+    )
 
 
 @pytest.mark.parametrize("question", COMPARISONS)
@@ -78,6 +81,36 @@ def test_gpus_are_divided_as_ranks_and_servers_can_use_them(config) -> None:
 )
 def test_the_advice_names_the_bottleneck(overrides: list[str], advice: str) -> None:
     config = checked_config("simulate", [*SMALL, "simulate.warm_up=8", *overrides])
+    assert advice in " ".join(advise(config, simulated(config)))
+
+
+IN_TURN = ["server.args.enable_memory_saver=true", "rollout.interrupt=retract"]
+IN_TURN += ["sync.transport=disk", "trainer.offload=true", "server.count=8"]
+TWO = ["server.count=2", "trainer.data_parallel=2"]
+TWO += ["simulate.step_fixed_s=0", "simulate.push_fixed_s=0"]
+IN_TURN += ["trainer.data_parallel=8", "trainer.batch_groups=8"]
+
+
+def test_servers_that_take_turns_are_paused_in_each_step() -> None:
+    config = checked_config("simulate", [*SMALL, *IN_TURN, "simulate.step_fixed_s=20"])
+    summary = simulated(config)
+    assert num_gpus(config) == 8 and summary.train_share > 0.5
+    assert summary.pause_share == pytest.approx(summary.train_share + summary.push_share, abs=0.01)
+    config.server.args.clear()
+    apart = simulated(config)
+    assert apart.pause_share < 0.1 and apart.step_s < summary.step_s
+
+
+@pytest.mark.parametrize(
+    "overrides, advice",
+    [
+        (["simulate.step_fixed_s=30"], "only if the model does not fit otherwise"),
+        ([*TWO, "server.args.max_running_requests=2"], "in turn is faster"),
+        (["server.count=1", "trainer.data_parallel=1"], "too few"),
+    ],
+)
+def test_the_advice_says_when_to_take_turns(overrides: list[str], advice: str) -> None:
+    config = checked_config("simulate", [*SMALL, *IN_TURN, *overrides])
     assert advice in " ".join(advise(config, simulated(config)))
 
 
