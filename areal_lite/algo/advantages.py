@@ -1,9 +1,9 @@
 """From rewards to advantages of trajectories (grpo, rloo) or of tokens (reinforce_plus_plus, gae).
 
-Credit for turns (find_turns, credits, relative_to_turns) divides the reward of an episode among the
-turns in which it was earned. A turn is a run of tokens that the policy sampled, between tokens of
-the prompt and of the environment. A workflow may say what each turn earned. The last turn gets what
-is then left of the reward, so the credits r_1, ..., r_K of a sequence add up to its reward.
+Credit for turns (find_turns, credits, steadied, relative_to_turns) divides the reward of an episode
+among the turns in which it was earned. A turn is a run of tokens that the policy sampled, between
+tokens of the prompt and of the environment. A workflow may say what each turn earned. The last turn
+gets what is then left, so the credits r_1, ..., r_K of a sequence add up to its reward.
 
 A group is the set of trajectories that carry one id, in any order and however many survived.
 
@@ -266,6 +266,49 @@ def credits(rewards: Tensor, earned: Tensor | None, turns: Turns) -> Tensor:
     return result + torch.where(ends(turns.sequence), (rewards - given)[turns.sequence], 0.0)
 
 
+def steadied(
+    credits: Tensor,
+    turns: Turns,
+    group_ids: Tensor,
+    trace_indices: Tensor,
+    *,
+    gamma: float,
+    reduce: Callable[[Tensor], Tensor] = lambda partial: partial,
+) -> Tensor:
+    """Change credits so that the returns of turns vary less: float [k] -> [k].
+
+    What came before turn j, P_j = r_1 + ... + r_{j-1}, does not depend on it. Adding c P_j to its
+    return G_j thus changes no expected gradient, and its variance is least with
+
+        c = -Cov(G_j, P_j) / Var(P_j), at most 1 and at least -1
+
+    (control variates: Lavenberg and Welch, 1981, doi 10.1287/mnsc.27.3.322), over the turns of all
+    ranks, each relative to the same turns of its group. If credits are noise and gamma is 1, c is
+    1: every turn then has the whole reward as its return. Arguments are as in `relative_to_turns`;
+    `reduce` sums a tensor over ranks.
+    """
+    returns = discounted_sum(credits, turns.sequence, gamma)
+    up_to = discounted_sum(credits.flip(0), turns.sequence.flip(0), 1.0).flip(0)
+    before = up_to - credits
+    ids, _ = _peers(turns, group_ids, trace_indices)
+    every = torch.ones_like(ids, dtype=torch.bool)
+    g, p = (x.double() - group_mean(x.double(), every, ids) for x in (returns, before))
+    sums = torch.stack([(g * p).sum(), (p * p).sum(), (before.double() ** 2).sum()])
+    covariance, variance, size = reduce(sums).tolist()
+    if variance > 1e-12 * size:  # less is rounding
+        returns = returns + min(max(-covariance / variance, -1.0), 1.0) * before
+    following = torch.where(ends(turns.sequence), 0.0, returns.roll(-1))
+    return returns - gamma * following
+
+
+def _peers(turns: Turns, group_ids: Tensor, trace_indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an id for each turn that the same turns of its group share, and how many share it."""
+    traces = torch.stack([group_ids, trace_indices])[:, turns.sequence]
+    keys = torch.cat([traces, turns.number[None]])
+    _, ids, counts = torch.unique(keys, dim=1, return_inverse=True, return_counts=True)
+    return ids, counts[ids]
+
+
 def relative_to_turns(
     credits: Tensor,
     turns: Turns,
@@ -286,10 +329,8 @@ def relative_to_turns(
         relative: (returns, ids) -> advantages relative to the returns with the same id
     """
     returns = discounted_sum(credits, turns.sequence, gamma)
-    traces = torch.stack([group_ids, trace_indices])[:, turns.sequence]
-    keys = torch.cat([traces, turns.number[None]])
-    _, ids, counts = torch.unique(keys, dim=1, return_inverse=True, return_counts=True)
+    ids, counts = _peers(turns, group_ids, trace_indices)
     advantages = relative(returns, ids)
-    comparable = (counts[ids] > 1) | (turns.number == 0)
+    comparable = (counts > 1) | (turns.number == 0)
     places = torch.arange(len(ids), device=ids.device)
     return advantages[torch.where(comparable, places, 0).cummax(0).values]

@@ -274,12 +274,21 @@ class PolicyObjective(Objective):
             divergence = kl_estimate(batch.prox, batch.reference, mask, estimator="k1")
             batch.advantages = batch.advantages - kl.coef * divergence
 
-    def _credits(self, batch: FlatBatch, rewards: Tensor, turns: advantages.Turns) -> Tensor:
+    def _credits(
+        self, batch: FlatBatch, rewards: Tensor, turns: advantages.Turns, reduce: Reduce
+    ) -> Tensor:
         """Divide the shaped rewards of sequences among their turns: float [k]."""
         earned = batch.earned
         if earned is not None:
             earned = self.algo.shaping.scale * earned
-        return advantages.credits(rewards, earned, turns)
+        return advantages.steadied(
+            advantages.credits(rewards, earned, turns),
+            turns,
+            batch.group_ids,
+            batch.trace_indices,
+            gamma=self.algo.advantage.gamma,
+            reduce=reduce,
+        )
 
     def _relative_to_group(
         self, batch: FlatBatch, rewards: Tensor, turns: advantages.Turns | None, reduce: Reduce
@@ -290,7 +299,7 @@ class PolicyObjective(Objective):
             by_sequence = _relative(rewards, group_ids, advantage, reduce, batch.episode_ids)
             return by_sequence[batch.sequence_ids]
         by_turn = advantages.relative_to_turns(
-            self._credits(batch, rewards, turns),
+            self._credits(batch, rewards, turns, reduce),
             turns,
             group_ids,
             batch.trace_indices,
@@ -311,7 +320,7 @@ class PolicyObjective(Objective):
         advantage, ids, turn_ids = self.algo.advantage, batch.sequence_ids, None
         if turns is not None:
             ids = turn_ids = turns.of_token
-            rewards = self._credits(batch, rewards, turns)
+            rewards = self._credits(batch, rewards, turns, reduce)
         by_token = advantages.token_rewards(
             rewards, batch.mask, ids, divergence=divergence, beta=self.algo.kl.coef
         )

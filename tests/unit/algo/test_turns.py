@@ -17,6 +17,7 @@ from areal_lite.algo.advantages import (
     reinforce_plus_plus,
     relative_to_turns,
     rloo,
+    steadied,
     token_rewards,
 )
 from areal_lite.algo.sequences import discounted_sum
@@ -96,6 +97,102 @@ def test_credits_add_up_to_the_reward_and_are_what_turns_earned(seed):
     assert outcome.tolist() == [
         x.rewards[i].item() if ends else 0.0 for i, ends in zip(turns.sequence.tolist(), last)
     ]
+
+
+def steady_returns(traces: list[SimpleNamespace], gamma: float) -> list[list[float]]:
+    """Return G_j + c P_j of each turn of each trace, by loops."""
+    rows = []  # group and trace, turn, G, P
+    for trace in traces:
+        values = credits_of(trace)
+        for k, value in enumerate(returns_of(trace, gamma)):
+            rows.append(((trace.group, trace.number, k), value, sum(values[:k])))
+    covariance = variance = 0.0
+    for key, g, p in rows:
+        peers = [row for row in rows if row[0] == key]
+        mean_g, mean_p = (statistics.fmean(row[i] for row in peers) for i in (1, 2))
+        covariance += (g - mean_g) * (p - mean_p)
+        variance += (p - mean_p) ** 2
+    c = max(-1.0, min(1.0, -covariance / variance)) if variance > 1e-9 else 0.0
+    left = iter(rows)
+    return [[g + c * p for _, g, p in (next(left) for _ in t.turns)] for t in traces]
+
+
+def steadied_credits(x: SimpleNamespace, gamma: float, **more: object) -> torch.Tensor:
+    turns = find_turns(x.sampled, x.sequence_ids)
+    own = credits(x.rewards, x.earned, turns)
+    return steadied(own, turns, x.groups, x.numbers, gamma=gamma, **more)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seeds, discounts)
+def test_steadied_returns_against_loops(seed, gamma):
+    x = random_episodes(seed)
+    turns = find_turns(x.sampled, x.sequence_ids)
+    got = discounted_sum(steadied_credits(x, gamma), turns.sequence, gamma)
+    expected = [value for values in steady_returns(x.traces, gamma) for value in values]
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64))
+    first = turns.number == 0
+    whole = discounted_sum(credits(x.rewards, x.earned, turns), turns.sequence, gamma)
+    torch.testing.assert_close(got[first], whole[first])
+
+
+def many_episodes(scores: str) -> SimpleNamespace:
+    """Make 2,000 episodes of six turns, each right or not, with credits that are exact or noise."""
+    rng, traces = random.Random(0), []
+    for number in range(2000):
+        right = [rng.random() < 0.4 for _ in range(6)]
+        told = right if scores == "exact" else [rng.random() < 0.5 for _ in right]
+        earned, reward = [t / 6 for t in told], sum(right) / 6
+        traces.append(SimpleNamespace(group=number // 8, earned=earned, reward=reward, right=right))
+    episodes = torch.arange(len(traces)).repeat_interleave(12)
+    earned = torch.tensor([[0.0, value] for t in traces for value in t.earned]).double().flatten()
+    return SimpleNamespace(
+        traces=traces,
+        sampled=torch.tensor([False, True]).repeat(6 * len(traces)),
+        sequence_ids=episodes,
+        earned=earned,
+        rewards=torch.tensor([t.reward for t in traces]).double(),
+        groups=torch.tensor([t.group for t in traces]),
+        numbers=torch.zeros(len(traces), dtype=torch.int64),
+    )
+
+
+@pytest.mark.parametrize("scores", ["exact", "noise"])
+def test_noise_in_credits_is_taken_back_and_exact_ones_stay(scores):
+    """The variance of a turn's return is at most that of the reward, and of what is to come."""
+    x = many_episodes(scores)
+    turns = find_turns(x.sampled, x.sequence_ids)
+    got = discounted_sum(steadied_credits(x, 1.0), turns.sequence, 1.0).view(-1, 6)
+    plain = discounted_sum(credits(x.rewards, x.earned, turns), turns.sequence, 1.0).view(-1, 6)
+    if scores == "noise":
+        assert (got.var(0) < 1.05 * x.rewards.var()).all()
+        assert (plain[:, 5].var() > 1.5 * x.rewards.var()).item(), "what it would be"
+    else:
+        assert (got.var(0) < 1.05 * plain.var(0)).all()
+
+
+def test_credits_are_steadied_by_the_batches_of_all_ranks():
+    x = many_episodes("noise")
+    seen = []
+
+    def twice(sums: torch.Tensor) -> torch.Tensor:
+        seen.append(sums)
+        return 2 * sums
+
+    alone = steadied_credits(x, 1.0)
+    torch.testing.assert_close(steadied_credits(x, 1.0, reduce=twice), alone)
+    assert len(seen) == 1 and not torch.equal(
+        steadied_credits(x, 1.0, reduce=lambda s: s * 0), alone
+    )
+
+
+def test_equal_credits_so_far_change_nothing():
+    """Their variance is rounding, and a quotient of two roundings would be any number."""
+    x = many_episodes("exact")
+    x.earned = 0.1 * x.sampled.double()
+    turns = find_turns(x.sampled, x.sequence_ids)
+    own = credits(x.rewards, x.earned, turns)
+    torch.testing.assert_close(steadied_credits(x, 1.0), own)
 
 
 @settings(max_examples=100, deadline=None)
