@@ -14,7 +14,7 @@ only they have gradients, moments and masters.
 
 Activations are estimates of the tensors that autograd keeps (in the manner of Korthikanti et al.,
 2022, arXiv:2205.05198). Not counted: what an operation needs while it runs, fragmentation, and the
-libraries' own memory.
+libraries' own memory, and what windows and sinks take in bfloat16 without a GPU.
 
 `share_gpu` adds these for a GPU that a server and a trainer rank share. The trainer rank may use
 `trainer.gpu_memory_fraction` of it, and the server's weights and KV cache
@@ -341,6 +341,8 @@ def layer_activations(
         if trainer.expert_parallel == 1:
             row = b * (width + hidden * tensor) + place * tensor
         mixture = hf.num_experts_per_tok * row / tensor
+        if b != 4 and any("mlp.router.correction" in names for names in layers):
+            mixture += 4 * hidden / tensor  # sigmoids are of numbers in float32
         if shared := _shared_width(hf):
             gated = hasattr(hf, "shared_expert_intermediate_size")
             mixture += b * (5 * shared / tensor + gated * hidden)
@@ -361,6 +363,8 @@ def _attention_activations(hf: PretrainedConfig, b: int, norm: int, gpu: bool) -
         kept += b * heads
     if not (copied and ARCHITECTURES[hf.model_type].wide_qk_norm):
         kept += norm * heads
+    if b != 4 and not gpu:  # torch's kernel has another order of heads: the output is copied
+        kept += b * hf.num_attention_heads * dim
     return kept
 
 

@@ -131,7 +131,8 @@ def run(job: dict) -> dict:
             results[name] |= adapted(settings, folder, out / f"{name}_adapted")
         results[name]["parameters"] = sum(p.numel() for p in engine.model.parameters())
         if job.get("saved") and dist.get_world_size() == 1:
-            results[name]["memory"] = measured(engine)
+            half = Policy(replace(settings, dtype="bfloat16"), folder, seed=1)
+            results[name]["memory"] = {4: measured(engine), 2: measured(half)}
     return results
 
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 from areal_lite.config import TrainerConfig
+from areal_lite.data.model_folder import has_window
 from areal_lite.tools.memory import activation_bytes_per_token, rank_memory, rank_parameters
 from tests.ranks.architectures_worker import SETTINGS, UPDATES, VOCAB
 from tests.ranks.engine_worker import random_batch
@@ -26,6 +27,7 @@ from tests.ranks.test_architectures import (
     reference_logprobs,
     weights_of,
 )
+from tests.ranks.test_checkpoint import kept_after_layers
 from tests.ranks.test_muon import scaled
 
 YARN = {
@@ -363,9 +365,14 @@ def test_the_plan_counts_the_parameters_of_each_rank(results, folder, layout, na
         assert rank["parameters"] == sum(rank_parameters(hf, trainer, stage))
 
 
+@pytest.mark.parametrize("itemsize", [4, 2])
 @pytest.mark.parametrize("name", quick_unless_alike(FAMILIES))
-def test_the_plan_knows_what_autograd_keeps(results, folder, name):
-    got, hf = results("single", name)[0]["memory"], AutoConfig.from_pretrained(folder / name)
-    planned = got["tokens"] * activation_bytes_per_token(hf, TrainerConfig(), 4, 0)
-    head = got["tokens"] * hf.hidden_size * 2 * 4  # the last norm, and what the head keeps
-    assert got["kept"] == pytest.approx(planned + head, rel=0.05)
+def test_the_plan_knows_what_autograd_keeps(results, folder, name, itemsize):
+    got = results("single", name)[0]["memory"][itemsize]
+    hf = AutoConfig.from_pretrained(folder / name)
+    planned = activation_bytes_per_token(hf, TrainerConfig(), itemsize, 0)
+    planned = got["tokens"] * (planned + kept_after_layers(hf, itemsize))
+    if itemsize == 2 and (any(has_window(hf)) or hf.model_type == "gpt_oss"):
+        assert got["kept"] > planned, "masks, which the kernels of a GPU do not need"
+    else:
+        assert got["kept"] == pytest.approx(planned, rel=0.05)
