@@ -53,10 +53,12 @@ def trainer(monkeypatch):
 
 
 @contextmanager
-def running(model: Path, folder: Path, environment: dict[str, str], *names: str):
+def running(
+    model: Path, folder: Path, environment: dict[str, str], *names: str, args: dict | None = None
+):
     servers = [
         ServerProcess(
-            ServerConfig(),
+            ServerConfig(args=args or {}),
             str(model),
             name=name,
             port=free_port(),

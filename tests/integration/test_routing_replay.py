@@ -23,6 +23,7 @@ from areal_lite.routes import is_recorded, unrecorded
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.servers.client import SamplingParams, SGLangClient
 from areal_lite.servers.fleet import Completion
+from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.network import free_port
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trajectory import Trajectory
@@ -156,6 +157,39 @@ def as_batch(prompts: list[np.ndarray], results: list[Completion]) -> TrainBatch
         ).check()
 
     return TrainBatch.from_trajectories(list(map(trajectory, prompts, results)))
+
+
+MIXTURES = ["gpt_oss", "glm4_moe", "deepseek", "moonlight", "qwen3_next", "qwen3_5_moe"]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_servers_of_other_families_return_the_routes(
+    tmp_path, current_entry_points, monkeypatch, family
+) -> None:
+    """Server and trainer have the same weights, and random models no experts that are close."""
+    from tests.integration.test_families import make_model, running
+
+    model = make_model(family, tmp_path / "model", monkeypatch)
+    args = {"enable_return_routed_experts": True}
+    prompts = [np.arange(start, start + 20, dtype=np.int32) for start in (5, 30)]
+    params = SamplingParams(TOKENS // 10, 1.0, (1,), experts=expert_layout(model))
+
+    async def generate(server: ServerInfo) -> list[Completion]:
+        async with SGLangClient(timeout_s=60) as client:
+            gate = gate_to(client, server)
+            await client.post(server, "/update_weights_from_disk", body)
+            asked = [finished(gate, server, p, params, str(p[0])) for p in prompts]
+            return list(await asyncio.gather(*asked))
+
+    body = {"model_path": str(model), "weight_version": "0"}
+    with running(model, tmp_path, current_entry_points, "one", args=args) as (server,):
+        results = asyncio.run(generate(server))
+    batch = as_batch(prompts, results)
+    policy = Policy(TrainerConfig(dtype="float32"), model, seed=1, routing_replay=True)
+    own = policy.logprobs(policy.microbatches(batch)).numpy()
+    assert np.abs(own - batch.behavior_logprobs)[batch.sampled].max() <= 1e-5
+    assert changed_share(policy.chunks) == 0, "the routes are of the right layers and tokens"
+    shutdown()
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])

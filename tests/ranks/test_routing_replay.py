@@ -163,12 +163,23 @@ def test_log_probs_are_those_of_the_recorded_experts(results, expected, name) ->
         assert 0.2 < rank["changed"] < 1 and rank["changed_own"] != rank["changed_own"]
 
 
-@pytest.mark.parametrize("family, layers", [("glm4_moe_plain", 2), ("gpt_oss", 4)])
+@pytest.mark.parametrize(
+    "family, layers",
+    [
+        ("glm4_moe_plain", 2),
+        ("gpt_oss", 4),
+        ("deepseek", 3),
+        ("moonlight", 3),
+        ("qwen3_next", 4),
+        ("qwen3_5_moe", 4),
+    ],
+)
 def test_other_families_replay_in_the_layers_that_have_experts(
     tmp_path, monkeypatch, family, layers
 ) -> None:
-    """Half of GLM's layers are dense, on the first pipeline stage."""
-    monkeypatch.setitem(MODELS, "other", FAMILIES[family])
+    """Half of GLM's layers are dense, on the first pipeline stage, and the first of DeepSeek's."""
+    kind, values = FAMILIES[family]
+    monkeypatch.setitem(MODELS, "other", (kind, values | {"num_experts_per_tok": 2}))
     make_model("other", tmp_path / "other")
     chosen = {"tensor": dict(tensor_parallel=2), "pipeline": dict(pipeline_parallel=2)}
     routed = Routed(tmp_path / "other")
