@@ -284,8 +284,9 @@ def steadied(
 
     (control variates: Lavenberg and Welch, 1981, doi 10.1287/mnsc.27.3.322), over the turns of all
     ranks, each relative to the same turns of its group. If credits are noise and gamma is 1, c is
-    1: every turn then has the whole reward as its return. Arguments are as in `relative_to_turns`;
-    `reduce` sums a tensor over ranks.
+    1: every turn then has the whole reward as its return. The last credit brings this noise to
+    earlier returns by way of gamma, which c is multiplied with: with 0, credits stay as they are.
+    Arguments are as in `relative_to_turns`; `reduce` sums a tensor over ranks.
     """
     returns = discounted_sum(credits, turns.sequence, gamma)
     up_to = discounted_sum(credits.flip(0), turns.sequence.flip(0), 1.0).flip(0)
@@ -296,7 +297,7 @@ def steadied(
     sums = torch.stack([(g * p).sum(), (p * p).sum(), (before.double() ** 2).sum()])
     covariance, variance, size = reduce(sums).tolist()
     if variance > 1e-12 * size:  # less is rounding
-        returns = returns + min(max(-covariance / variance, -1.0), 1.0) * before
+        returns = returns + gamma * min(max(-covariance / variance, -1.0), 1.0) * before
     following = torch.where(ends(turns.sequence), 0.0, returns.roll(-1))
     return returns - gamma * following
 

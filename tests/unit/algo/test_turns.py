@@ -112,7 +112,7 @@ def steady_returns(traces: list[SimpleNamespace], gamma: float) -> list[list[flo
         mean_g, mean_p = (statistics.fmean(row[i] for row in peers) for i in (1, 2))
         covariance += (g - mean_g) * (p - mean_p)
         variance += (p - mean_p) ** 2
-    c = max(-1.0, min(1.0, -covariance / variance)) if variance > 1e-9 else 0.0
+    c = gamma * max(-1.0, min(1.0, -covariance / variance)) if variance > 1e-9 else 0.0
     left = iter(rows)
     return [[g + c * p for _, g, p in (next(left) for _ in t.turns)] for t in traces]
 
