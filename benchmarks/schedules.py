@@ -45,7 +45,8 @@ SCHEDULES = {
     "async_every_2": "schedule=async sync.every=2",
 }
 TRAIN = (
-    "data.source=jsonl data.chat=false rollout.group_size=8 rollout.max_concurrent=384 "
+    f"data.source=jsonl data.chat=false reward.function={LONG_TAIL.reward} "
+    "rollout.group_size=8 rollout.max_concurrent=384 "
     f"rollout.max_new_tokens={LONG_TAIL.max_new_tokens} "
     "trainer.batch_groups=64 trainer.lr=3e-4 trainer.min_lr=3e-5 trainer.lr_schedule=linear "
     "trainer.lr_warmup_steps=5 trainer.adam_eps=1e-5 algo=quickstart "
