@@ -115,11 +115,11 @@ class TrainingRun:
         with profiled(step + 1, dist.get_rank(), self.run_dir):
             heartbeat.enter(f"training step {step + 1}")
             if self.reporter:
-                parked = self.config.server.takes_turns
-                if parked:  # they answer no evaluation before the push
+                parks = self.config.server.takes_turns
+                if parks:  # parked servers answer no evaluation before the push
                     self.reporter.end_evaluations(step)
                 # Servers with older weights have other log-probs.
-                able = not (lag or parked)
+                able = not (lag or parks)
                 self.reporter.agreement.begin(batch, self.pusher.servers if able else [])
             with self.turns.turn(), kernels.training_step(), self.models.on_device():
                 result = policy_step(self.models, self.objective, batch, self.config, step)
@@ -387,7 +387,8 @@ class Reporter:
     def end_evaluations(self, step: int) -> None:
         """Wait for the evaluations that the weights before the step must answer alone.
 
-        Those are of version 0, before training, and all of a run that can be repeated.
+        Version 0 must, for the accuracy before training, and every version in a run that can be
+        repeated.
         """
         if step == 0 or self._config.server.deterministic:
             self._collect()
