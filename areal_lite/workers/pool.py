@@ -217,8 +217,11 @@ class WorkerProcess:
     def _read(self, end: Any, then: Callable[[bytes], None]) -> None:
         """Read from one of its ends, and report the end of the process after all of its output."""
         with suppress(ConnectionResetError):  # it did not read all that it was sent
-            if data := os.read(end.fileno(), 1 << 18):
-                return then(data)
+            while data := os.read(end.fileno(), 1 << 18):
+                then(data)
+                # uvloop does not call again for a socket in error, whatever can be read from it.
+                if end is self._printed or not end.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    return
         self._loop.remove_reader(end)
         self._loop.remove_writer(end)
         del self._readers[end]
