@@ -10,7 +10,7 @@ A push of weights. Groups of other clients stay as SGLang made them:
   parallelism its all-reduces could deadlock with the broadcast
   (https://github.com/sgl-project/sglang/pull/22620). SGLang would also count its token to the next
   version.
-* Parked servers (weights/turns.py) stay paused, whoever lets them continue, until they have all of
+* Parked servers (weights/turns.py) stay paused, even if told to continue, until they have all of
   their memory back. Asking twice to give it back, or to take it, changes nothing.
 * Read-back: with AREAL_LITE_READBACK=1, every architecture answers `/get_weights_by_name`, with the
   names of the server's own parameters. Pushes are verified with it.

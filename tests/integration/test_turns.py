@@ -29,7 +29,7 @@ from tests.integration.test_train import COMMON, ROOT, Run, model, processes_of 
 
 CACHE_TOKENS = 400_000
 CACHE_BYTES = CACHE_TOKENS * 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, numbers, bytes
-LONG = {"max_new_tokens": 600, "temperature": 0.0, "ignore_eos": True}
+LONG = {"max_new_tokens": 1500, "temperature": 0.0, "ignore_eos": True}
 
 
 @contextmanager

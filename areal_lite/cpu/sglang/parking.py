@@ -29,7 +29,7 @@ class HostMemory(_TorchMemorySaverAdapterNoop):
             tensor.data = tensor.new_empty(0)
 
     def resume(self, tag: str) -> None:
-        """Undo `pause`, but for the content."""
+        """Allocate the memory again, filled with NaN."""
         for tensor, shape in zip(self._tensors(tag), self._shapes.pop(tag), strict=True):
             tensor.data = tensor.new_full(shape, torch.nan)
 

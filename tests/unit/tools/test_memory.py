@@ -425,7 +425,7 @@ def test_what_fits_into_one_gpu(hf, fits, tmp_path, monkeypatch):
 
 
 def test_what_fits_in_turn():
-    """Each side has the GPU but for what the other keeps: a 7B model fits where it did not."""
+    """A 7B model fits that has no room beside a server."""
     args = {"mem_fraction_static": 0.5, "enable_memory_saver": True}
     config = TrainConfig(model="m", server=ServerConfig(args=args))
     config.trainer = TrainerConfig(data_parallel=8, recompute="full", tokens_per_microbatch=8192)
