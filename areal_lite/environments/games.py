@@ -211,14 +211,14 @@ class Play:
             await called(game.close)
 
     async def _play(self, episode: Episode, game: Gymnasium | TextArena | OpenEnv) -> Trajectory:
-        transcript, total = Transcript(episode), 0.0
+        transcript = Transcript(episode)
         for turn in range(self._max_turns):
             text = await transcript.sample_text(self._max_answer_tokens)
             _, _, said = text.rpartition("</think>")
             observation, reward, is_over = await called(game.step, said)
-            total += reward
+            transcript.credit(reward)
             if is_over or turn == self._max_turns - 1:
                 break
             if not transcript.add_messages([{"role": "user", "content": observation}]):
                 break
-        return transcript.trajectory(total)
+        return transcript.trajectory(transcript.earned)

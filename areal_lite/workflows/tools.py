@@ -70,23 +70,34 @@ class Tools:
 
     async def play(self, episode: Episode, functions: Mapping[str, Function]) -> Trajectory:
         """Play an episode with these functions, by the names in the schemas of `start`."""
+        transcript = self.transcript(episode)
+        await self.converse(transcript, functions)
+        return transcript.trajectory()
+
+    def transcript(self, episode: Episode) -> Transcript:
+        """Begin a conversation whose prompt has the tools' schemas."""
         messages = episode.prompt.messages
         tokens = episode.tokenizer.chat(messages, self._schemas) if messages else None
-        transcript = Transcript(episode, tokens)
-        parser = answer_parser(episode.tokenizer, self._tool_parser, "auto")
+        return Transcript(episode, tokens)
+
+    async def converse(self, transcript: Transcript, functions: Mapping[str, Function]) -> None:
+        """Let the policy answer and call functions until an answer has no call, or no turn is left.
+
+        The finish reason of `transcript` is `length` if it has no tokens left.
+        """
+        parser = answer_parser(transcript.episode.tokenizer, self._tool_parser, "auto")
         for turn in range(self._max_turns):
             before = transcript.end_text()
             text = transcript.text(await transcript.sample())
             parsed = parser.parse(text, self._schemas, before)
             if not (parsed.calls or parsed.is_broken) or turn == self._max_turns - 1:
-                break
+                return
             results = [
                 (await _result(functions, *call))[: self._max_characters] for call in parsed.calls
             ]
             results = results or [f"error: not a tool call: {parsed.said[: self._max_characters]}"]
             if not transcript.add_messages([{"role": "tool", "content": r} for r in results]):
-                break
-        return transcript.trajectory()
+                return
 
     async def python(self, code: str) -> str:
         """

@@ -143,7 +143,7 @@ class TestGymnasium:
         assert "[S]FFF\nFHFH\nFFFH\nHFFG" in prompt.messages[0]["content"]
         said = [f"<think>2</think>I take {action}." for action in actions]
         trace = play(tokenizer, prompt, said)
-        assert trace.reward == total
+        assert trace.reward == sum(trace.turn_rewards) == total
         text = text_of(tokenizer, trace)
         for answer, board in zip(said, drawn[:-1]):
             assert f"<{answer}>" in text
@@ -173,7 +173,7 @@ class TestGymnasium:
         self.package.register("Echo-v0", Echo)
         prompt = problems(tokenizer, game="gymnasium:Echo-v0", seed=5)[0]
         trace = play(tokenizer, prompt, ["a", "too long to be one", "<think>no</think> 5 "])
-        assert trace.reward == 3.0
+        assert trace.reward == 3.0 and trace.turn_rewards == [1.5, 0.0, 1.5]
         text = text_of(tokenizer, trace)
         assert text.startswith("Say 5 <a> Not a <too long") and "is not an action" in text
 

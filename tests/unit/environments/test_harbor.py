@@ -130,7 +130,11 @@ def test_tasks_are_prompts(tmp_path: Path, tokenizer) -> None:
         ({"tests/test.sh": None}, "has no tests/test.sh"),
         ({"environment/Dockerfile": None}, "neither environment/Dockerfile nor a docker_image"),
         ({"task.toml": "[environment]\ngpus = 1"}, "task.toml: gpus is not supported"),
-        ({"task.toml": "[[steps]]\nname = 'a'"}, "task.toml: steps is not supported"),
+        ({"task.toml": "[[steps]]\nname = 'a'"}, "steps/a/instruction.md"),
+        ({"environment/docker-compose.yaml": ""}, "compose.yaml is not supported"),
+        ({"task.toml": "multi_step_reward_strategy = 'sum'"}, "strategy=sum is unknown"),
+        ({"task.toml": "environment.healthcheck.command = 'ls'"}, "healthcheck is not supported"),
+        ({"task.toml": "verifier.environment_mode = 'separate'"}, "environment of their own"),
     ],
 )
 def test_a_task_that_cannot_be_played_is_refused(tmp_path, tokenizer, files, message) -> None:
@@ -146,9 +150,11 @@ def test_the_image_is_named_by_what_it_is_built_of(tmp_path: Path) -> None:
     one, two = (make_task(tmp_path / name) for name in ("one", "two"))
     other = make_task(tmp_path / "other", **{"environment/more.txt": "x"})
     assert Task(one).image == Task(two).image != Task(other).image
-    toml = "[environment]\ndocker_image = 'their/image:1'\nallow_internet = true\nmemory = '4G'"
+    toml = "[environment]\ngpus = 0\ndocker_image = 'their/image:1'\nenv.WORD = 'x y'\n"
+    toml += "allow_internet = true\nmemory = '4G'\n"
     made = Task(make_task(tmp_path / "made", **{"task.toml": toml}))
     assert made.image == "their/image:1" and "--memory=4G" in made.limits(False)
+    assert "--env=WORD=x y" in made.limits(False)
     assert "--network=none" in made.limits(False) and "--network=none" not in made.limits(True)
     closed = toml.replace("true", "false")
     task = Task(make_task(tmp_path / "closed", **{"task.toml": closed}))
@@ -163,6 +169,7 @@ def test_the_image_is_named_by_what_it_is_built_of(tmp_path: Path) -> None:
         ('{"reward": 0.5, "style": 1}', 0.5),
         ('{"score": 2}', 2.0),
         ('{"a": 1, "b": 2}', None),
+        ('{"reward": 1, "style": null}', None),
         ("nan", None),
         ("", None),
         ("cat: no such file", None),
@@ -170,7 +177,62 @@ def test_the_image_is_named_by_what_it_is_built_of(tmp_path: Path) -> None:
     ],
 )
 def test_rewards(text: str, reward: float | None) -> None:
-    assert harbor._reward(text) == reward
+    assert harbor._parsed(text).get("reward") == reward
+
+
+STEPS = """multi_step_reward_strategy = "STRATEGY"
+[verifier]
+env = { WORD = "bye", OTHER = "kept" }
+[[steps]]
+name = "first"
+min_reward = { style = 0.5 }
+[[steps]]
+name = "second"
+[steps.agent]
+user = "1234"
+[steps.verifier]
+env = { WORD = "more" }
+[[steps]]
+name = "third"
+"""
+STEP_TESTS = """[ "$OTHER" = kept ] && . /tests/helper.sh
+if grep -q "^$WORD" /app/a.txt /app/open/b.txt; then echo 1 > /logs/verifier/reward.txt
+elif [ -e /app/bad ]; then echo '{"reward": 0.25, "style": 0}' > /logs/verifier/reward.json
+else echo '{"reward": 0.5, "style": 1}' > /logs/verifier/reward.json; fi
+"""
+
+
+def make_steps(folder: Path, strategy: str = "mean") -> Path:
+    """Write a task of three steps; the tests of the third are its own, and give 0."""
+    files = {f"steps/{n}/instruction.md": f"The {n} step." for n in ("first", "second", "third")}
+    files |= {
+        "task.toml": STEPS.replace("STRATEGY", strategy),
+        "instruction.md": None,
+        "environment/Dockerfile": f"FROM {BASE}\nWORKDIR /app\nRUN mkdir -m 777 open\n",
+        "tests/test.sh": STEP_TESTS,
+        "tests/helper.sh": "echo helped >> /app/helped",
+        "steps/second/workdir/new.txt": "new",
+        "steps/second/workdir/setup.sh": "touch open/of_setup",
+        "steps/third/tests/test.sh": "cat /tests/helper.sh && echo 0 > /logs/verifier/reward.txt",
+    }
+    return make_task(folder, **files)
+
+
+def test_steps_are_laid_over_their_task(tmp_path: Path, tokenizer) -> None:
+    task = Task(make_steps(tmp_path / "tasks" / "one"))
+    first, second, third = task.steps
+    assert [step.instruction for step in task.steps] == [
+        "The first step.",
+        "The second step.",
+        "The third step.",
+    ]
+    assert second.verifier["env"] == {"WORD": "more", "OTHER": "kept"}
+    assert first.verifier["env"]["WORD"] == third.verifier["env"]["WORD"] == "bye"
+    assert third.tests == [task.folder / "tests", task.folder / "steps" / "third" / "tests"]
+    assert first.is_missed({"reward": 1.0}) and first.is_missed({"reward": 1.0, "style": 0.4})
+    assert not first.is_missed({"reward": 0.0, "style": 0.5}) and not second.is_missed({})
+    opened = problems(DataConfig(path=str(tmp_path / "tasks")), tokenizer, "train")
+    assert "The first step." in opened[0].text
 
 
 @pytest.mark.timeout(180)
@@ -182,6 +244,43 @@ def test_each_episode_has_a_container_and_its_tests_give_the_reward(engine, toke
     assert results(tokenizer, edited) == ["hello", ""] and edited.reward == 1.0
     assert results(tokenizer, looked)[0] == "a.txt\n\nexit status 3" and looked.reward == 0.5
     assert containers() == []
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("strategy", "reward"), [("mean", 0.5), ("final", 0.0)])
+def test_steps_share_a_container_and_a_conversation(
+    engine, tokenizer, tmp_path, strategy: str, reward: float
+) -> None:
+    folder = make_steps(tmp_path / "task", strategy)
+    whole = [
+        bash("ls"),
+        "Half.",
+        bash("cat new.txt helped; ls -n open; echo more > open/b.txt"),
+        bash("ls /tests"),
+        "Done.",
+        "No.",
+    ]
+    (played,) = play(tokenizer, folder, whole)
+    first, second, third = results(tokenizer, played)
+    assert first == "open"
+    assert second.startswith("newhelped") and "1234" in second and "of_setup" in second
+    assert "/tests" in third and "exit status 2" in third
+    assert played.reward == reward
+    said = tokenizer.decode(played.tokens)
+    assert said.index("Half.") < said.index("The second step.") < said.index("The third step.")
+    credits = [0, 0.5 / 3, 0, 0, 1 / 3, 0]
+    assert played.turn_rewards == (credits if strategy == "mean" else None)
+    assert containers() == []
+
+
+@pytest.mark.timeout(180)
+def test_a_step_that_is_missed_or_does_not_fit_ends_the_task(engine, tokenizer, tmp_path) -> None:
+    folder = make_steps(tmp_path / "task")
+    (missed,) = play(tokenizer, folder, [bash("touch bad"), "Done."])
+    assert missed.reward == 0.25 and missed.finish_reason == "stop"
+    (folder / "steps/second/instruction.md").write_text("long " * 90_000)
+    (full,) = play(tokenizer, folder, ["Done."])
+    assert full.reward == pytest.approx(0.5 / 3) and full.finish_reason == "length"
 
 
 @pytest.mark.timeout(180)
