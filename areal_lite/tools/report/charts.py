@@ -219,7 +219,7 @@ def _bars(labels: list[str], counts: np.ndarray, unit: str) -> dict[str, Any]:
 def speed_charts(columns: Columns, metrics: Metrics, edges: np.ndarray) -> list[dict[str, Any]]:
     """Return throughput and requests in flight over time; `edges` are wall-clock seconds."""
     middle = (edges[:-1] + edges[1:]) / 2 - edges[0]
-    generated = _series("generated", middle, tokens_per_s(columns, edges), thin=False)
+    generated = _series("generated", middle, tokens_per_s(columns, edges))
     ends = np.array([m["logged_at"] for m in metrics]) - edges[0]
     tokens = np.array([m["tokens"] or 0 for m in metrics], np.float64)
     trained = smooth(tokens) / np.maximum(smooth(np.diff(ends, prepend=0.0)), 1e-3)
@@ -244,7 +244,7 @@ def speed_charts(columns: Columns, metrics: Metrics, edges: np.ndarray) -> list[
     )
     return [
         {**speed, "series": [generated, _series("trained on", ends, trained)]},
-        {**flight, "series": [_series(name, middle, own, thin=False) for name, own in flights]},
+        {**flight, "series": [_series(name, middle, own) for name, own in flights]},
     ]
 
 
@@ -256,12 +256,8 @@ def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts
 
 
-def _series(
-    name: str, x: np.ndarray, y: np.ndarray, style: str = "line", thin: bool = True
-) -> dict[str, Any]:
-    if thin and len(x):
-        x, y = thinned(x, y)
-    numbers = [[float(f"{v:.6g}") for v in values.tolist()] for values in (x, y)]
+def _series(name: str, x: np.ndarray, y: np.ndarray, style: str = "line") -> dict[str, Any]:
+    numbers = [[float(f"{v:.6g}") for v in values.tolist()] for values in thinned(x, y)]
     return {"name": name, "style": style, "x": numbers[0], "y": numbers[1]}
 
 

@@ -187,7 +187,7 @@ def test_the_tokens_of_a_page_are_bounded(columns: Columns, monkeypatch) -> None
     assert len(set(columns.step[np.isin(columns.group, chosen)].tolist())) == len(chosen)
 
 
-@pytest.mark.parametrize("count", (1, 6, POINTS, POINTS + 1, 5 * POINTS + 3))
+@pytest.mark.parametrize("count", (0, 1, 6, POINTS, POINTS + 1, 5 * POINTS + 3))
 def test_long_lines_are_thinned_to_means(count: int) -> None:
     x = np.arange(count, dtype=np.float64)
     thin_x, thin_y = thinned(x, 2 * x)
