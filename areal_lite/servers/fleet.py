@@ -19,14 +19,17 @@ import hashlib
 import logging
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from areal_lite.config import SyncConfig
+from areal_lite.servers import registry
 from areal_lite.servers.client import (
     ConnectionLost,
     GenerationChunk,
@@ -449,6 +452,11 @@ class Fleet:
             session.reserved = False
             self.release(session.server)
 
+    async def check(self, server: ServerInfo) -> None:
+        """Leave a server out that does not answer a health check."""
+        for error in await _errors(self._client.check_health, [server]):
+            self._fail(error)
+
     async def _lost_only_a_connection(self, error: ServerFailed) -> bool:
         """Return whether a request failed with its connection while its server is healthy."""
         if not isinstance(error, ConnectionLost):
@@ -506,7 +514,7 @@ class Fleet:
 
 
 async def _errors(
-    call: Callable[[ServerInfo], Awaitable[None]], servers: Iterable[ServerInfo]
+    call: Callable[[ServerInfo], Coroutine[Any, Any, None]], servers: Iterable[ServerInfo]
 ) -> list[ServerError]:
     """Call all servers at once, and return the errors of those that failed."""
     results = await asyncio.gather(*map(call, servers), return_exceptions=True)
@@ -514,3 +522,18 @@ async def _errors(
         if isinstance(result, BaseException) and not isinstance(result, ServerError):
             raise result
     return [result for result in results if isinstance(result, ServerError)]
+
+
+@asynccontextmanager
+async def open_fleet(folder: Path, seed: int = 0) -> AsyncIterator[Fleet]:
+    """Watch the servers that are announced in `folder` as long as the block runs."""
+    client = SGLangClient(SyncConfig().health_timeout_s)
+    announced = partial(registry.announced_servers, folder)
+    failed = partial(registry.mark_unhealthy, folder)
+    fleet = Fleet(client, announced, lambda: None, failed, seed=seed)
+    watching = asyncio.create_task(fleet.watch())
+    try:
+        yield fleet
+    finally:
+        watching.cancel()
+        await client.close()

@@ -21,10 +21,10 @@ from areal_lite.data.model_folder import check_model_folder
 from areal_lite.data.tokenizer import Message, Tokenizer
 from areal_lite.launch.preflight import check_model, check_servers
 from areal_lite.servers.client import ServerRefused, sampling_params
-from areal_lite.servers.fleet import Fleet
+from areal_lite.servers.fleet import Fleet, open_fleet
 from areal_lite.system.processes import visible
 from areal_lite.tools.commands import ChatConfig
-from areal_lite.tools.evaluate import marks_turns, open_fleet, reading, with_servers
+from areal_lite.tools.evaluate import marks_turns, reading, with_servers
 from areal_lite.tools.export import model_of_run
 
 _QUIT = "/quit"

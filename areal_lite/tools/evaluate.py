@@ -4,13 +4,12 @@ import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
-from functools import partial
+from collections.abc import Coroutine, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from areal_lite.config import ServerConfig, SyncConfig, save_config
+from areal_lite.config import ServerConfig, save_config
 from areal_lite.controller.evaluation import (
     Interval,
     Scores,
@@ -26,9 +25,7 @@ from areal_lite.launch.roles import RoleFailed
 from areal_lite.launch.server_pool import ServerPool, server_pool
 from areal_lite.run_dir.paths import SUMMARY_FILE
 from areal_lite.run_dir.resume import lock_run_dir, remove_files
-from areal_lite.servers.client import SGLangClient
-from areal_lite.servers.fleet import Fleet
-from areal_lite.servers.registry import announced_servers, mark_unhealthy
+from areal_lite.servers.fleet import open_fleet
 from areal_lite.system.files import write_json
 from areal_lite.system.gpus import divide_gpus, resolve_device, visible_gpus
 from areal_lite.tools.commands import EvalCommandConfig
@@ -172,23 +169,3 @@ def _report(config: EvalCommandConfig, run_dir: Path, scores: Mapping[str, Score
 def _row(name: str, value: float, interval: Interval | None) -> str:
     ends = "" if interval is None else "  ({:.3f} to {:.3f})".format(*interval)
     return f"  {name:<8}{value:.3f}{ends}"
-
-
-@asynccontextmanager
-async def open_fleet(run_dir: Path, seed: int) -> AsyncIterator[Fleet]:
-    """Watch the announced servers as long as the block runs."""
-    client = SGLangClient(SyncConfig().health_timeout_s)
-    fleet = Fleet(
-        client,
-        lambda: announced_servers(run_dir),
-        lambda: None,
-        partial(mark_unhealthy, run_dir),
-        SyncConfig().health_interval_s,
-        seed,
-    )
-    watching = asyncio.create_task(fleet.watch())
-    try:
-        yield fleet
-    finally:
-        watching.cancel()
-        await client.close()

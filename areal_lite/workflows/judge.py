@@ -29,15 +29,13 @@ from weakref import WeakValueDictionary
 import aiohttp
 import msgspec
 
-from areal_lite.config import ServerConfig, SyncConfig, check_fields
+from areal_lite.config import ServerConfig, check_fields
 from areal_lite.data.model_folder import check_model_folder
 from areal_lite.launch.roles import RoleFailed
 from areal_lite.launch.server_pool import server_pool
 from areal_lite.rewards.pool import JudgePool
 from areal_lite.rewards.worker import is_rubric
-from areal_lite.servers.client import ServerError, SGLangClient
-from areal_lite.servers.fleet import Fleet
-from areal_lite.servers.registry import announced_servers, mark_unhealthy
+from areal_lite.servers.fleet import open_fleet
 from areal_lite.system.gpus import check_cuda, divide_gpus, resolve_device, visible_gpus
 from areal_lite.workers.pool import TaskFailed
 
@@ -166,13 +164,9 @@ class Servers:
         gpus = dict(enumerate(self._divided()))
         folder = self._folder
         self._pool = server_pool(config, model=self._model, seed=0, run_dir=folder, gpus=gpus)
-        self._client = SGLangClient(SyncConfig().health_timeout_s)
-        self._started.push_async_callback(self._client.close)
-        announced, failed = partial(announced_servers, folder), partial(mark_unhealthy, folder)
-        self._fleet = Fleet(self._client, announced, lambda: None, failed)
         self._pool.__enter__()
         self._started.push_async_callback(asyncio.to_thread, self._pool.__exit__)
-        self._started.callback(asyncio.create_task(self._fleet.watch()).cancel)
+        self._fleet = await self._started.enter_async_context(open_fleet(folder))
         log.info("waiting for the judge's server, which loads %s; logs: %s", self._model, folder)
         async with self.place():
             log.info("the judge is ready")
@@ -192,12 +186,8 @@ class Servers:
                     server = await self._fleet.reserve()
         try:
             yield f"{server.url}/v1"
-        except aiohttp.ClientError as error:
-            try:
-                await self._client.check_health(server)
-            except ServerError:  # no other request may try it before the pool finds out
-                self._fleet.router.mark_failed(server)
-                mark_unhealthy(self._folder, server, str(error))
+        except aiohttp.ClientError:
+            await self._fleet.check(server)  # no other request may try it, if it has failed
             raise
         finally:
             self._fleet.release(server)
