@@ -37,11 +37,11 @@ from areal_lite.extensions import cpu_device
 from areal_lite.launch.roles import RoleFailed, interruptible, start_logged
 from areal_lite.run_dir.controller_status import TrainerPhase, read_status
 from areal_lite.run_dir.paths import LOGS_DIR, STORE_FILE, TOTALS_FILE
-from areal_lite.run_dir.resume import open_gpus_lock, try_lock
+from areal_lite.run_dir.resume import open_gpus_lock
 from areal_lite.servers import registry
 from areal_lite.servers.client import ServerError, SGLangClient
 from areal_lite.sglang_plugins import ENV_API_KEY, ENV_DEVICE, ENV_NAME, ENV_READBACK, ENV_STORE
-from areal_lite.system.files import append_log
+from areal_lite.system.files import append_log, try_lock
 from areal_lite.system.gpus import (
     CUDA_CONTEXT,
     GpuMemory,

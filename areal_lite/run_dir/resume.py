@@ -38,7 +38,7 @@ from typing import IO
 import msgspec
 
 from areal_lite.run_dir import paths
-from areal_lite.system.files import sync_path
+from areal_lite.system.files import sync_path, try_lock
 
 STOPPED = os.EX_TEMPFAIL  # exit status of a run that was stopped and can be started again
 
@@ -229,18 +229,6 @@ def is_locked(run_dir: Path) -> bool:
 def open_gpus_lock(run_dir: Path) -> IO[bytes]:
     """Open the file to lock before GPUs are used that others use in turn (weights/turns.py)."""
     return _open(run_dir / paths.GPUS_LOCK_FILE)
-
-
-def try_lock(file: IO[bytes], kind: int) -> bool:
-    """Lock a file if that is possible now: alone (LOCK_EX) or with others (LOCK_SH).
-
-    The kernel releases the lock when the process ends, however it ends.
-    """
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _open(path: Path) -> IO[bytes]:

@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from areal_lite.system.processes import log_entry
 
@@ -145,6 +145,18 @@ def publish_folder(scratch: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def try_lock(file: IO[Any], kind: int) -> bool:
+    """Lock a file if that is possible now: alone (LOCK_EX) or with others (LOCK_SH).
+
+    The kernel releases the lock when the process ends, however it ends.
+    """
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def reading(marker: Path) -> Iterator[None]:
     """Protect the folder of the file `marker` from `remove_unread` in any process."""
@@ -156,9 +168,7 @@ def reading(marker: Path) -> Iterator[None]:
 def remove_unread(marker: Path) -> bool:
     """Remove the folder of the file `marker`. If a process reads it, leave it and return False."""
     with open(marker) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(file, fcntl.LOCK_EX):
             return False
         old = _retired_name(marker.parent)
         marker.parent.rename(old)

@@ -21,6 +21,7 @@ from areal_lite.launch.roles import RoleFailed, Roles
 from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store import Store
+from areal_lite.system.files import try_lock
 from areal_lite.system.gpus import MIN_DRIVER, check_cuda, visible_gpus
 from areal_lite.system.network import free_port
 from areal_lite.system.processes import tail
@@ -125,13 +126,11 @@ def check_locks(folder: Path) -> str:
     """Check that a file in `folder` can be locked by one process only."""
     with tempfile.NamedTemporaryFile(dir=folder) as first, open(first.name, "rb") as second:
         try:
-            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try_lock(first, fcntl.LOCK_EX)
         except OSError as error:
             reason = error.strerror
             raise ValueError(f"{folder}: no file can be locked ({reason}): {_OTHER}") from None
-        try:
-            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(second, fcntl.LOCK_EX):
             return f"files in {folder} can be locked"
     raise ValueError(f"{folder}: two can lock one file: {_OTHER}")
 

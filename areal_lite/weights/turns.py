@@ -24,10 +24,11 @@ import torch.distributed as dist
 
 from areal_lite.config import TrainConfig
 from areal_lite.megatron.parallel import init_distributed
-from areal_lite.run_dir.resume import open_gpus_lock, try_lock
+from areal_lite.run_dir.resume import open_gpus_lock
 from areal_lite.servers.blocking import post_each
 from areal_lite.servers.registry import announced_servers, mark_unhealthy
 from areal_lite.system import heartbeat
+from areal_lite.system.files import try_lock
 from areal_lite.system.processes import steady_time
 from areal_lite.trajectory import InterruptMode
 

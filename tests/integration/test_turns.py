@@ -19,9 +19,10 @@ import pytest
 
 from areal_lite.config import ServerConfig
 from areal_lite.launch.server_pool import ServerProcess
-from areal_lite.run_dir.resume import open_gpus_lock, try_lock
+from areal_lite.run_dir.resume import open_gpus_lock
 from areal_lite.servers.blocking import post, start_post
 from areal_lite.servers.registry import ServerInfo
+from areal_lite.system.files import try_lock
 from areal_lite.system.network import free_port
 from tests.integration.controller_run import wrong_with
 from tests.integration.test_restarts import CONTROLLER, TRAINER, steps_of, strike

@@ -10,8 +10,9 @@ import pytest
 from areal_lite.launch import server_pool as module
 from areal_lite.launch.roles import RoleFailed
 from areal_lite.launch.server_pool import LOG, ServerPool
-from areal_lite.run_dir.resume import open_gpus_lock, try_lock
+from areal_lite.run_dir.resume import open_gpus_lock
 from areal_lite.servers.registry import ServerInfo
+from areal_lite.system.files import try_lock
 
 
 class FailingServer:

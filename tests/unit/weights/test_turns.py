@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from areal_lite.config import ServerConfig, TrainConfig
 from areal_lite.run_dir.paths import GPUS_LOCK_FILE
-from areal_lite.run_dir.resume import open_gpus_lock, try_lock
+from areal_lite.run_dir.resume import open_gpus_lock
 from areal_lite.servers.registry import announce_server, unhealthy_reason
+from areal_lite.system.files import try_lock
 from areal_lite.weights import turns as module
 from areal_lite.weights.turns import Turns
 from tests.unit.weights.test_push import Answers, answers  # noqa: F401
