@@ -1,16 +1,9 @@
 """`areal-lite slurm`: submit a training run as one job of whole nodes (job.sbatch.j2).
 
 The first `cluster.trainer_nodes` nodes hold the trainer and the controller, the others the servers.
-A single node holds everything: its first GPUs are the trainer's.
-
-* The job succeeds when the trainer and the controller have ended well, and fails as soon as any
-  step fails. Slurm runs the jobs of a run directory, which have one name, one at a time.
-* The job goes back to the queue and resumes from the newest checkpoint (run_dir/resume.py)
-  - `cluster.stop_before_s` before its time is over, when the trainer has finished its step;
-  - when Slurm finds a node down (Slurm does this itself);
-  - when a step fails and a checkpoint was saved since the start. Without a new checkpoint the same
-    crash would probably come again.
-* `cluster.chain` is for sites that do not allow requeueing.
+A single node holds everything: its first GPUs are the trainer's. docs/running.md (Many nodes with
+Slurm) has when the job goes back to the queue. A failed step without a new checkpoint ends it: the
+same crash would probably come again.
 """
 
 import shlex
