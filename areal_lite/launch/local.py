@@ -2,14 +2,12 @@
 
 It starts servers, controller and trainer ranks at once (on a shared GPU the server first), watches
 them, and ends them all: however the run ends, no process is left. What fails or hangs is started
-again, a limited number of times; the servers (server_pool.py) keep running.
+again, a limited number of times (docs/operations.md, When a process dies or hangs); the servers
+(server_pool.py) keep running.
 
-* A controller that is killed or hangs starts again alone. The trainer keeps its step and its batch,
-  and asks the new controller what the old one did not answer (controller/batches.py).
-* After any other failure both start again, from the newest checkpoint. The new trainer pushes its
-  weights to the servers before they get another request (Fleet.take_over).
-* After an error a process is started again only if that can help: not before the first step, and
-  not twice at one place.
+* The trainer asks a controller that was started again alone what the old one did not answer
+  (controller/batches.py). A new trainer pushes its weights to the servers before they get another
+  request (Fleet.take_over).
 * The ranks of a trainer wait for each other, so they hang when the newest heartbeat of all
   (system/heartbeat.py) is too old. The oldest one most likely names the cause.
 """
