@@ -5,10 +5,8 @@
   version 0. Nothing of it outlives `ServerProcess.stop`, or the process that started it.
 * A server is announced from its first answer until it dies or is marked unhealthy. The controller
   marks a server that hangs (servers/fleet.py); here it is killed.
-* A lost server is started again up to `restart.max` times, counted anew when it was ready for an
-  hour. After that the run continues without it. A server that never came up ends the whole pool: a
-  restart would not mend its configuration.
-* A server that is drained (servers/registry.py) ends when its requests are finished, for good.
+* A lost server is started again, and a drained one is not (docs/servers.md, Servers that come and
+  go). A server that never came up ends the whole pool: a restart would not mend its configuration.
 
 As a module it runs servers of a run that was started elsewhere (prepare.py), on the GPUs that this
 process sees. With `until-end` they end when the trainer has ended well, and free their GPUs.
