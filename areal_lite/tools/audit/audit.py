@@ -94,7 +94,7 @@ class StepSums:
         may_mask = any(s["buffer.window"] is None for s in starts)
         self._overdue = set() if may_mask else set(group[staleness > self.bounds[-1]].tolist())
         # The newest version that the servers can have had at each step.
-        lags = {m.get("step"): m.get("server_lag", 0) for m in records.metrics}
+        lags = {m["step"]: m.get("server_lag", 0) for m in records.metrics}
         newest = np.array([step - lags.get(step + 1, 0) for step in range(steps)], np.int64)
         self._too_new = set(group[version > newest[step]].tolist())
 
@@ -123,7 +123,7 @@ class StepSums:
 def check_metrics(records: Records, sums: StepSums | None) -> Check:
     """Check that metrics.jsonl has each step once, and that the store gives the same numbers."""
     rows = records.metrics
-    numbers = [row.get("step", 0) for row in rows]
+    numbers = [row["step"] for row in rows]
     times = Counter(numbers)
     check = Check(name="metrics", looked_at=f"{counted(len(rows), 'row')}: each step once")
     check.none_of([step for step in times if times[step] > 1], "steps with more than one row")
@@ -136,7 +136,7 @@ def check_metrics(records: Records, sums: StepSums | None) -> Check:
         return check
     check.looked_at += ", and tokens, rewards and staleness as in the store"
     for row in rows:
-        step = row.get("step", 0) - 1
+        step = row["step"] - 1
         if not 0 <= step < len(sums.tokens):
             continue
         if wrong := _differences(row, step, sums, records.replays):
@@ -155,7 +155,7 @@ def _check_versions(check: Check, records: Records) -> None:
     late = [
         row["step"]
         for row in rows
-        if {"version", "step"} <= row.keys()
+        if "version" in row
         and not (
             max(row["step"] - max(every) + 1, 0) <= row["version"] <= row["step"]
             and (row["version"] == row["step"] or any(row["step"] % n for n in every))
@@ -237,7 +237,7 @@ def check_evaluations(records: Records) -> Check:
 def _due(records: Records) -> set[int]:
     """Return the versions before the newest evaluation that had to be evaluated."""
     every = records.config["eval.every"]
-    pushed = [row["version"] for row in records.metrics if row.get("version") == row.get("step")]
+    pushed = [row["version"] for row in records.metrics if row.get("version") == row["step"]]
     newest = max(record["version"] for record in records.evals)
     before = [0, *pushed]
     return {
