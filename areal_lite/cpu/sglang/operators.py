@@ -31,7 +31,7 @@ def rms_norm(norm: RMSNorm, x: Tensor, residual: Tensor | None = None, *more, **
         and norm.override_orig_dtype in (None, torch.float32)
         and x.shape[-1] == norm.hidden_size
     )
-    if not (plain and _is_float32(x) and _is_float32(norm.weight)):
+    if not (plain and norms.fits(x) and norms.fits(norm.weight)):
         return norm.forward_native(x, residual, *more, **named)
     if residual is not None:
         x = x + residual
@@ -48,7 +48,7 @@ def rotary_embedding(
 ):
     """Rotate query and key, [tokens, heads · dim] or with a dimension of heads."""
     plain = not any(argument is not None for argument in (*more, *named.values()))
-    if not (plain and is_plain_rotation(rotary) and _is_float32(query)):
+    if not (plain and is_plain_rotation(rotary) and norms.fits(query)):
         return rotary.forward_native(positions, query, key, *more, **named)
     both = rotary.cos_sin_cache.index_select(0, positions.flatten())
     cos, sin = (norms.array(half, *half.shape) for half in both.chunk(2, dim=-1))
@@ -62,7 +62,7 @@ def is_plain_rotation(rotary: RotaryEmbedding) -> bool:
         and rotary.is_neox_style
         and rotary.rotary_dim == rotary.head_size
         and not hasattr(rotary, "sin_cos_cache")
-        and _is_float32(rotary.cos_sin_cache)
+        and norms.fits(rotary.cos_sin_cache)
     )
 
 
@@ -92,7 +92,3 @@ def draw(
     if (tokens < 0).any():
         raise ValueError("probabilities are NaN: the weights, or the logits, are broken")
     return tokens
-
-
-def _is_float32(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype == torch.float32
