@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_lite.config.help import show
 from areal_lite.system.files import write_atomically
@@ -35,17 +35,12 @@ _GRAINS = 256
 _NOTABLE = 0.1
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One row of a comparison: its name, the settings, the GPUs, and what came out."""
+class Variant(NamedTuple):
+    """One row of a comparison: its name, its GPUs, and what came out."""
 
     name: str
-    config: SimulateConfig
+    gpus: int
     summary: Summary
-
-    @property
-    def gpus(self) -> int:
-        return num_gpus(self.config)
 
 
 def num_gpus(config: SimulateConfig) -> int:
@@ -57,17 +52,14 @@ def num_gpus(config: SimulateConfig) -> int:
 
 def simulated(config: SimulateConfig, loss: Loss | None = None) -> Summary:
     """Simulate the settings and summarize the run."""
-    work = workload(config)
-    if loss is not None:
-        work = replace(work, loss=loss)
-    return summarize(simulate(config, work))
+    return summarize(simulate(config, replace(workload(config), loss=loss)))
 
 
 def compare(question: str, config: SimulateConfig) -> Iterator[Variant]:
     """Simulate the variants that answer a question."""
     _, variants = QUESTIONS[question]
     for name, variant, *loss in variants(config):
-        yield Variant(name, variant, simulated(variant, *loss))
+        yield Variant(name, num_gpus(variant), simulated(variant, *loss))
 
 
 def _splits(

@@ -94,7 +94,10 @@ class SimulatedTrainer:
             train_s += self.work.trainer.turn_s
         await asyncio.sleep(train_s)
         trained = self._loop.time()
-        await self._push_if_due(step + 1)
+        if is_pushed(self.config, step + 1):
+            await self._push(step + 1)
+        else:
+            await self.controller.step_done(step + 1)
         self.records.append(
             StepRecord(
                 wait_s=pulled - started,
@@ -119,12 +122,6 @@ class SimulatedTrainer:
                 self._resyncs += 1
                 await self._push(step)
         return shards, info
-
-    async def _push_if_due(self, done: int) -> None:
-        if is_pushed(self.config, done):
-            await self._push(done)
-        else:
-            await self.controller.step_done(done)
 
     async def _push(self, version: int) -> None:
         """Push the weights of `version` to the servers that the controller names."""
@@ -279,12 +276,8 @@ class Summary:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers for a JSON file, rounded to four digits."""
-        return rounded(asdict(self))
-
-
-def rounded(value: Any) -> Any:
-    """Round every number in a value of JSON to four digits."""
-    return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.4g}"))
+        text = json.dumps(asdict(self))
+        return json.loads(text, parse_float=lambda number: float(f"{float(number):.4g}"))
 
 
 def summarize(outcome: Outcome) -> Summary:
