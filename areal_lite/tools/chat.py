@@ -65,7 +65,8 @@ def _turns(config: ChatConfig, folder: Path, run_dir: Path) -> Iterator[Coroutin
     tokenizer = Tokenizer(folder, data.chat_template_kwargs)
     conversation = Conversation(tokenizer, config, data.system_prompt)
     if not config.prompts:
-        print(f"{folder} ({conversation.kind}); {_QUIT} ends the chat", file=sys.stderr)
+        how = "each line is a prompt as it is" if conversation.raw else "with its chat template"
+        print(f"{folder} ({how}); {_QUIT} ends the chat", file=sys.stderr)
     for number, line in enumerate(config.prompts or _lines()):
         if not number:
             lines = reading(tokenizer, conversation.text(line), conversation.raw)
@@ -90,11 +91,6 @@ class Conversation:
             self._messages.append({"role": "system", "content": system_prompt})
         self._alone = bool(config.prompts)
         self.raw = config.raw or not marks_turns(tokenizer)
-
-    @property
-    def kind(self) -> str:
-        """Describe for the user how the model is asked."""
-        return "each line is a prompt as it is" if self.raw else "with its chat template"
 
     def text(self, line: str) -> str:
         """Return the text to continue for the user's `line`."""

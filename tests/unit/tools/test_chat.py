@@ -39,7 +39,7 @@ def test_the_conversation_goes_through_the_template(tmp_path):
     assert asked(conversation, "one?") == "<user>one?<assistant>"
     conversation.record("one?", "1")
     assert asked(conversation, "two?") == "<user>one?<assistant>1<user>two?<assistant>"
-    assert conversation.kind == "with its chat template"
+    assert not conversation.raw
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_line_is_the_prompt(tmp_path, template, raw):
     for line in ("1+1=", "2+2="):
         assert asked(conversation, line) == line
         conversation.record(line, "?")
-    assert conversation.kind == "each line is a prompt as it is"
+    assert conversation.raw
 
 
 @pytest.mark.parametrize("prompts", [[], ["one?", "two?"]], ids=["lines", "prompts"])
