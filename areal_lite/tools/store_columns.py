@@ -56,7 +56,6 @@ class Groups:
     ids: np.ndarray = _stored("group_id", np.int64)
     prompt: np.ndarray = _stored("prompt_index", np.int64)
     drawn: np.ndarray = _stored("drawn", np.int64)
-    size: np.ndarray = _stored("size", np.int64)
     state: np.ndarray = _stored("state", np.str_)
     trajectories: np.ndarray = _stored("coalesce(num_trajectories, -1)", np.int64)
     step: np.ndarray = _stored("coalesce(step, -1)", np.int64)  # from 0
