@@ -1,8 +1,4 @@
-"""Trajectories with their text: chosen groups for the page, filtered ones for the terminal.
-
-A page has at most MAX_GROUPS groups and MAX_TOKENS tokens: groups that are spread over the training
-steps, and of each step the worst, the best and one with known importance weights.
-"""
+"""Trajectories with their text: chosen groups for the page (CHOICE), others for the terminal."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
