@@ -227,16 +227,12 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
+        # Over the steps, of which old ones fade: 1, rows, seconds, rows², rows · seconds.
+        self._sums = np.zeros(5)
 
     def note(self, rows: int, seconds: float) -> None:
         """Note a step with `rows` rows that took `seconds`."""
-        keep = 0.99
-        self._weight = keep * self._weight + 1
-        self._rows = keep * self._rows + rows
-        self._seconds = keep * self._seconds + seconds
-        self._squares = keep * self._squares + rows * rows
-        self._products = keep * self._products + rows * seconds
+        self._sums = 0.99 * self._sums + (1, rows, seconds, rows * rows, rows * seconds)
 
     def floor(self, requests: int) -> float:
         """Return the least chance with which a drafted row saves more time than it takes.
@@ -250,12 +246,13 @@ class Pace:
 
     def _line(self) -> tuple[float, float]:
         """Return the fixed seconds and the seconds of a row; any unit before the first step."""
-        if not self._weight:
+        weight, rows, seconds, squares, products = self._sums.tolist()
+        if not weight:
             return 16.0, 1.0
-        rows, seconds = self._rows / self._weight, self._seconds / self._weight
+        rows, seconds = rows / weight, seconds / weight
         usual = seconds / (rows + 16)
         # The usual slope counts like one more step that is 8 rows from the mean.
-        square = self._squares - self._weight * rows**2 + 64
-        product = self._products - self._weight * rows * seconds + 64 * usual
+        square = squares - weight * rows**2 + 64
+        product = products - weight * rows * seconds + 64 * usual
         row = min(max(product / square, 0.0), seconds / rows)
         return max(seconds - row * rows, 0.0), row
