@@ -180,23 +180,19 @@ class StoredRunController:
         return self._assignment
 
     def _taken(self, step: int, world: int) -> BatchAssignment:
-        """Take the groups of a step from a queue, as its run did."""
-        queue = GroupQueue(self._max_staleness)
-        groups = self._groups(step)
-        for group in groups:
-            queue.put(group)
-        assignment = queue.take(len(groups), step, world)
-        assert assignment is not None
-        return assignment
-
-    def _groups(self, step: int) -> list[Group]:
+        """Take the groups of a step from a queue, as its run did. Raises ValueError."""
         count, groups = self._config.trainer.batch_groups, self._store.used_groups(step)
         if len(groups) != count:
             raise ValueError(
                 f"debug=train_only:{self._run_dir} has {len(groups)} groups for step {step}, "
                 f"not trainer.batch_groups={count}"
             )
-        return groups
+        queue = GroupQueue(self._max_staleness)
+        for group in groups:
+            queue.put(group)
+        assignment = queue.take(count, step, world)
+        assert assignment is not None
+        return assignment
 
 
 async def serve(run_dir: Path) -> None:
