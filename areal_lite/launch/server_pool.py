@@ -447,22 +447,22 @@ def train_pool(
 
     beside_store: whether the controller, which writes the store, is on this machine.
     """
-    first = {"weight_version": registry.UNPUSHED}
-    head = {"enable_fp32_lm_head": True} if config.trainer.fp32_head else {}
-    running = {}
+    most = None
     if resolve_device(config.server.device) == "cuda":
-        most = running_requests(config.rollout.max_concurrent, config.server.count)
-        running = {"max_running_requests": most}
-    # SGLang would end a server that makes no step for five minutes, even a parked one.
-    turns = {"watchdog_timeout": WEEK_S} if config.server.takes_turns else {}
-    routes = {"enable_return_routed_experts": True} if config.algo.routing_replay else {}
+        # Its share of the requests and a quarter more, as routing is uneven.
+        most = -(-config.rollout.max_concurrent * 5 // (config.server.count * 4))
+    flags: dict[str, Any] = {
+        "weight_version": registry.UNPUSHED,
+        "enable_fp32_lm_head": config.trainer.fp32_head,
+        "enable_return_routed_experts": config.algo.routing_replay,
+        "max_running_requests": most,
+        # SGLang would end a server that makes no step for five minutes, even a parked one.
+        "watchdog_timeout": WEEK_S if config.server.takes_turns else None,
+    }
     environment = {ENV_READBACK: "1"} if config.sync.verify else {}
     environment |= {ENV_STORE: str(run_dir / STORE_FILE)} if beside_store else {}
     return server_pool(
-        replace(
-            config.server,
-            args={**first, **head, **turns, **routes, **running, **config.server.args},
-        ),
+        replace(config.server, args=flags | config.server.args),
         model=config.model,
         seed=config.seed,
         run_dir=run_dir,
@@ -478,11 +478,6 @@ def pool_beside(config: TrainConfig, run_dir: Path, numbers: Sequence[int]) -> S
     gpus = visible_gpus() if resolve_device(config.server.device) == "cuda" else []
     shares = divide_gpus(gpus, len(numbers), config.server.tensor_parallel)
     return train_pool(config, run_dir, dict(zip(numbers, shares, strict=True)))
-
-
-def running_requests(max_concurrent: int, servers: int) -> int:
-    """Return a server's share of the requests and a quarter more, as routing is uneven."""
-    return -(-max_concurrent * 5 // (servers * 4))
 
 
 async def supervise_until_end(pool: ServerPool, run_dir: Path) -> None:

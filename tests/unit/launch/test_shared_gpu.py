@@ -12,7 +12,7 @@ from areal_lite.config.command_line import config_dir
 from areal_lite.launch import local
 from areal_lite.launch import roles as placement
 from areal_lite.launch.roles import Placement
-from areal_lite.launch.server_pool import fraction_of_free, running_requests, train_pool
+from areal_lite.launch.server_pool import fraction_of_free, train_pool
 from areal_lite.quickstart.command import overrides_for_gpus
 from areal_lite.system import gpus
 from areal_lite.system.gpus import CUDA_CONTEXT, GpuMemory
@@ -173,8 +173,11 @@ def test_a_server_without_a_cuda_compiler_is_refused_before_anything_starts(
 @pytest.mark.parametrize(
     "concurrent, servers, expected", [(1536, 6, 320), (576, 3, 240), (1, 1, 2), (100, 3, 42)]
 )
-def test_a_server_runs_its_share_and_a_quarter_more(concurrent, servers, expected):
-    assert running_requests(concurrent, servers) == expected
+def test_a_server_runs_its_share_and_a_quarter_more(concurrent, servers, expected, tmp_path):
+    config = TrainConfig(model="m", server=ServerConfig(count=servers, device="cuda"))
+    config.rollout.max_concurrent = concurrent
+    argv = train_pool(config, tmp_path, {0: ["0"]})._make["server-0"]().argv
+    assert argv[argv.index("--max-running-requests") + 1] == str(expected)
 
 
 @pytest.mark.parametrize("device, own, expected", [("cuda", None, 320), ("cuda", 9, 9)])
