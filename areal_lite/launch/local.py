@@ -428,6 +428,7 @@ class Restarts:
     def __init__(self, config: TrainConfig, run_dir: Path):
         self._config = config
         self._run_dir = run_dir
+        self._log = run_dir / LOGS_DIR / RESTARTS_LOG
         self._failures: list[Failure] = []
         # The failure to show first if the run ends: the first one of those without progress.
         self._cause: ProcessFailed | None = None
@@ -476,7 +477,9 @@ class Restarts:
 
     def _wait(self, failed: ProcessFailed, restart: Restart, what: str) -> None:
         count = f"restart {restart.number} of {self._config.restart.max} within an hour"
-        self._log(f"{failed}\n{what} in {restart.delay_s:g} s ({count}): {failed.what}")
+        text = f"{failed}\n{what} in {restart.delay_s:g} s ({count}): {failed.what}"
+        print(text, file=sys.stderr, flush=True)
+        append_log(self._log, text)
         time.sleep(restart.delay_s)
 
     def _record(self, failed: ProcessFailed) -> None:
@@ -498,10 +501,5 @@ class Restarts:
         """Return the error that ends the run. It begins with the cause."""
         later = "" if failed is self._cause else f"\nThe last failure after it: {failed.what}"
         error = RoleFailed(f"{self._cause}{later}\nThe run ends: {reason}")
-        self._log(str(error), on_terminal=False)
+        append_log(self._log, str(error))
         return error
-
-    def _log(self, text: str, on_terminal: bool = True) -> None:
-        if on_terminal:
-            print(text, file=sys.stderr, flush=True)
-        append_log(self._run_dir / LOGS_DIR / RESTARTS_LOG, text)

@@ -26,7 +26,7 @@ from areal_lite.system.heartbeat import ENV_HEARTBEAT
 from areal_lite.system.network import free_port
 from areal_lite.system.processes import dying_with_me, ending, tail
 
-_GRACE_S = 10.0
+_GRACE_S, _POLL_INTERVAL_S = 10.0, 0.2
 _OUTPUT_LINES = 1000
 
 
@@ -145,17 +145,15 @@ class Roles:
             role = min(failed, key=lambda r: (r.process.returncode > 0, r.log.stat().st_mtime))
             raise ProcessFailed(role, f"{role.name} {ending(role.process.returncode)}")
 
-    def wait(
-        self, roles: list[Role], poll_s: float = 0.2, watch: Callable[[], object] = lambda: None
-    ) -> None:
-        """Wait until all of `roles` have ended well, with `watch` called every `poll_s` seconds.
+    def wait(self, roles: list[Role], watch: Callable[[], object] = lambda: None) -> None:
+        """Wait until all of `roles` have ended well, and call `watch` now and then.
 
         Raises ProcessFailed when any process fails.
         """
         while any(role.process.poll() is None for role in roles):
             self.check()
             watch()
-            time.sleep(poll_s)
+            time.sleep(_POLL_INTERVAL_S)
         self.check()
         watch()
 

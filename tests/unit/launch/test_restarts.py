@@ -42,7 +42,7 @@ def failure(folder: Path, code: str, name: str = "trainer") -> ProcessFailed:
     with Roles(folder) as roles:
         role = roles.start(name, [sys.executable, "-c", code])
         with pytest.raises(ProcessFailed) as failed:
-            roles.wait([role], poll_s=0.01)
+            roles.wait([role])
     return failed.value
 
 
