@@ -120,6 +120,7 @@ def test_every_recipe_cites_its_paper_and_the_code_it_was_read_from(preset):
         ("algo.shaping.overlong_margin=9999", "choose 0 to rollout.max_new_tokens"),
         ("algo.reference=nowhere", "algo.reference=nowhere: no config.json there"),
         ("rollout.group_size=1", "a group of one has nothing to be compared with"),
+        ("algo.advantage.mean=batch", "divides by 0 in a group of equal rewards: set"),
         ("rollout.filters=[os:nothing]", "rollout.filters=os:nothing: os has no callable"),
         (
             "rollout.retire_above=1.5",
@@ -172,6 +173,17 @@ def test_a_mistake_is_one_line(model, tmp_path, capsys, override, message):
 def test_a_teacher_must_teach(model, capsys, overrides, message):
     teacher = [f"model={model}", "algo=distill", f"algo.reference={model}"]
     assert message in complaint(capsys, "train", *teacher, *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["algo.advantage.mean=batch", "rollout.group_size=1"], "a group of one has nothing"),
+    ],
+)
+def test_a_term_without_effect_is_refused(model, capsys, overrides, message):
+    where = [f"model={model}", f"algo.reference={model}", "algo=rloo"]
+    assert message in complaint(capsys, "train", *where, *overrides)
 
 
 def test_a_teacher_has_the_same_tokens(tmp_path, capsys):
