@@ -173,6 +173,11 @@ def _check_divergence(config: TrainConfig) -> None:
             f"algo.kl.estimator={kl.estimator}: algo.kl.into=advantage follows the gradient "
             "of the KL divergence with k1 only, set algo.kl.estimator=k1"
         )
+    if kl.coef and kl.into == "loss" and kl.estimator == "k1" and algo.loss != "tb":
+        raise ValueError(
+            "algo.kl.estimator=k1: in the loss its gradient is 0 on average, so nothing holds the "
+            "policy near the reference: set k2 or k3, or algo.kl.into=reward"
+        )
     before_loss = kl.coef and kl.into != "loss"
     if algo.prox == "loglinear" and (before_loss or algo.loss == "tb"):
         cause = f"algo.kl.into={kl.into}" if before_loss else "algo.loss=tb"

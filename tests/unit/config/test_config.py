@@ -179,6 +179,7 @@ def test_a_teacher_must_teach(model, capsys, overrides, message):
     "overrides, message",
     [
         (["algo.advantage.mean=batch", "rollout.group_size=1"], "a group of one has nothing"),
+        (["algo.kl.into=loss"], "algo.kl.estimator=k1: in the loss its gradient is 0 on average"),
     ],
 )
 def test_a_term_without_effect_is_refused(model, capsys, overrides, message):
