@@ -269,7 +269,8 @@ class LogprobAgreement:
 
     * `logprob_diff_sampled` compares the behavior log-probs of sequences in the batch that the
       trainer's current version sampled from beginning to end, under a KV cache of that version
-      alone. Without such a sequence it is None.
+      alone. It is None without such a sequence, and with `algo.prox=loglinear`, which takes the
+      behavior log-probs of fresh tokens for the trainer's own.
     * `logprob_diff_scored` lets a server score a few sequences of the batch as prompts. It needs
       temperature 1, because the log-probs of a prompt are not scaled by it. It is None with
       replayed routes, because a prompt takes other routes, and where servers are so busy that
@@ -280,7 +281,8 @@ class LogprobAgreement:
 
     def __init__(self, config: TrainConfig):
         algo = config.algo
-        exact = algo.prox != "loglinear" and not algo.routing_replay
+        self._computes = algo.prox != "loglinear"
+        exact = self._computes and not algo.routing_replay
         self._scores = exact and config.rollout.temperature == 1.0
         self._calls: list[tuple[Future[Any], slice]] = []
         self._spare_s, self._counted_at = _SCORING_TIMEOUT_S, steady_time()
@@ -307,7 +309,7 @@ class LogprobAgreement:
         log-probs of sampled tokens under the trainer's `version`.
         """
         own = prox.numpy()
-        sampled = difference_of_fresh(batch, own, version)
+        sampled = difference_of_fresh(batch, own, version) if self._computes else None
         scored = self._difference_of_scored(batch.sampled, own)
         known = [difference for difference in (sampled, scored) if difference is not None]
         return {

@@ -155,6 +155,8 @@ def policy_step(
             reduce=data_parallel_sum,
         ),
     }
+    if objective.prox_pass == "none":  # fresh tokens then have the behavior log-prob as their own
+        metrics = {k: v for k, v in metrics.items() if k not in ("mismatch_square", "stale_square")}
     metrics["computed_share"] = _computed_share(batch, updates, models.policy.device)
     if models.policy.replays_routes:
         metrics["routes_changed"] = changed_share(models.policy.chunks)

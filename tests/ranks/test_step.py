@@ -165,6 +165,11 @@ def test_staleness_and_mismatch_are_measured_apart(model):
     assert "mismatch_square" not in stale.metrics
 
 
+def test_interpolated_log_probs_measure_no_mismatch(model):
+    result, _, _ = step(model, batch(), AlgoConfig(prox="loglinear"))
+    assert not {"mismatch_square", "stale_square"} & result.metrics.keys()
+
+
 def test_fresh_data_are_on_policy_without_the_mismatch(model):
     data = replace(batch(), versions=np.where(batch().loss_mask, 3, -1))
     plain, weights, _ = step(model, data, AlgoConfig(correction=CorrectionConfig("off")))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_lite.config import TrainConfig
+from areal_lite.config import AlgoConfig, TrainConfig
 from areal_lite.servers.client import ServerUnreachable
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.train_batch import TrainBatch
@@ -46,6 +46,18 @@ def test_only_sequences_of_the_current_version_are_compared() -> None:
     own = np.where(batch.loss_mask, np.float32(-1), np.float32(7))
     assert difference_of_fresh(batch, own, 5) == 0.25
     assert difference_of_fresh(batch, own, 6) is None
+
+
+def test_interpolated_log_probs_say_nothing_about_the_trainer() -> None:
+    """Those of fresh tokens are the server's own, so they would always agree."""
+    batch = TrainBatch.from_trajectories([sequence([5, 5], 5, 0.25)])
+    config = TrainConfig(model="m", algo=AlgoConfig(prox="loglinear"))
+    agreement = LogprobAgreement(config)
+    agreement.begin(batch, [])
+    prox = torch.from_numpy(batch.behavior_logprobs)
+    assert agreement.compare(batch, prox, 5)["logprob_diff"] is None
+    agreement = LogprobAgreement(TrainConfig(model="m"))
+    assert agreement.compare(batch, prox, 5)["logprob_diff"] == 0.0
 
 
 def test_servers_score_while_the_trainer_computes(monkeypatch, tmp_path) -> None:
