@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 
 from areal_lite.algo.objective import PolicyObjective
 from areal_lite.algo.trajectory_balance import BalanceObjective
@@ -373,6 +374,30 @@ def test_both_passes_of_a_step_replay_the_routes_of_its_batch(tmp_path):
     plain = Policy(config.trainer, out, config.seed)
     ignored = plain.logprobs(plain.microbatches(data)) * sampled
     assert torch.equal(ignored, own), "without it they are ignored"
+
+
+def test_no_bias_and_no_norm_is_decayed(tmp_path):
+    """gpt-oss has biases everywhere, those of all experts in one matrix."""
+    out = tmp_path / "gpt_oss"
+    sizes = dict(hidden_size=32, num_layers=1, head_dim=8, mlp_size=64, num_experts=4)
+    make_model(MakeModelConfig(out=str(out), architecture="gpt_oss", tie_embeddings=False, **sizes))
+    tensors = load_file(out / "model.safetensors")
+    vectors = {name for name in tensors if name.endswith(("bias", "norm.weight", "sinks"))}
+    save_file(
+        {name: torch.ones_like(x) if name in vectors else x for name, x in tensors.items()},
+        out / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    policy, data = Policy(TrainerConfig(lr=0.1, weight_decay=0.5), out, 1), batch()
+
+    def no_loss(logprobs, *_):
+        return 0.0 * logprobs.sum(), {}
+
+    policy.update(policy.microbatches(data, data.sampled), no_loss)
+    for bucket in policy.weights.buckets(2**30):
+        for name, tensor in bucket:
+            expected = torch.ones_like(tensor) if name in vectors else 0.95 * tensors[name]
+            torch.testing.assert_close(tensor, expected)
 
 
 def every_token_after(prompts: np.ndarray, vocabulary: int) -> TrainBatch:
