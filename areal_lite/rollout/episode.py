@@ -212,8 +212,10 @@ def _check(episode: Episode, trajectory: Any) -> None:
     wanted = f"{episode.group_id}/{episode.sample_index}"
     if returned != wanted:
         raise ValueError(f"the workflow returned trajectory {returned} for {wanted}")
-    if trajectory.reward is not None and not math.isfinite(trajectory.reward):
-        raise ValueError(f"the workflow set the reward {trajectory.reward}, which is not finite")
+    if (reward := trajectory.reward) is not None:
+        if not math.isfinite(reward):
+            raise ValueError(f"the workflow set the reward {reward}, which is not finite")
+        trajectory.reward = float(reward)  # of a bool, too
     if not trajectory.check().num_sampled:
         raise ValueError("the workflow did not sample a single token from the policy")
 

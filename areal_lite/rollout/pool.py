@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -11,7 +12,7 @@ from areal_lite.data.prompts import Prompt, Split
 from areal_lite.rollout.episode import SINGLE_TURN, Rollout
 from areal_lite.rollout.worker import Complete, FetchPrompt, Judge, Play, Sampler, own_filters
 from areal_lite.trajectory import Group
-from areal_lite.workers.pool import LATE_S, WorkerPool
+from areal_lite.workers.pool import LATE_S, TaskFailed, WorkerPool
 from areal_lite.workers.process import pack, unpack
 
 # A worker is killed after its event loop has been blocked for this long.
@@ -55,14 +56,21 @@ class EpisodePool(WorkerPool):
             asked = unpack(body, Complete)
             return pack(await samplers[asked.place](asked.tokens, asked.params))
 
-        played = await self.call(request, name, self._limit_s, complete)
-        return unpack(played, list[Rollout])
+        return _returned(await self.call(request, name, self._limit_s, complete), list[Rollout])
 
     async def prompt(self, split: Split, index: int) -> Prompt:
         """Return a prompt of the user's own data. Raises TaskFailed."""
-        return unpack(await self.call(FetchPrompt(split, index), "", self._limit_s), Prompt)
+        return _returned(await self.call(FetchPrompt(split, index), "", self._limit_s), Prompt)
 
     async def judge(self, name: str, group: Group) -> str | None:
         """Return a filter's reason to leave out a group. Raises TaskFailed."""
         reason = await self.call(Judge(name, group), "", self._limit_s)
         return unpack(reason, str | None)  # pyright: ignore[reportArgumentType]
+
+
+def _returned(body: msgspec.Raw, kind: Any) -> Any:
+    """Decode what code of the user returned. Raises TaskFailed if a value has another type."""
+    try:
+        return unpack(body, kind)
+    except msgspec.MsgspecError as error:
+        raise TaskFailed("bad_result", str(error)) from None

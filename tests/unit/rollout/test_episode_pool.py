@@ -138,6 +138,12 @@ async def rewarded_by_row(episode):
     prompt = episode.prompt
     return transcript.trajectory(float(prompt.info == INFO and prompt.tools == TOOLS))
 
+async def passes(episode):
+    """Give the reward that a comparison is."""
+    transcript = Transcript(episode)
+    await transcript.sample()
+    return transcript.trajectory(episode.prompt.answer == "right")
+
 class Pid:
     """Write what it does to a file."""
     def __init__(self, file):
@@ -159,6 +165,8 @@ class Numbers:
     def __getitem__(self, index):
         if index == 3:
             os._exit(7)
+        if index == 4:
+            return Prompt(prompt_id="n4", tokens=[5], answer=4, text="x")
         return Prompt(prompt_id=f"n{index}", tokens=[5, index], answer=str(os.getpid()), text="x")
 
 def numbers(config, tokenizer, split):
@@ -245,6 +253,16 @@ def test_a_workflow_gets_the_whole_row(model: Path) -> None:
         async with pool_of(model, "workflows:rewarded_by_row") as pool:
             (played,) = await pool.play("row", play, [Servers().complete])
         assert played.traces[0].reward == 1.0
+
+    asyncio.run(main())
+
+
+def test_a_reward_may_be_true_or_false(model: Path) -> None:
+    async def main() -> None:
+        async with pool_of(model, "workflows:passes") as pool:
+            for what, reward in (("right", 1.0), ("wrong", 0.0)):
+                (played,) = await outcome(pool, what, Servers())
+                assert type(played.traces[0].reward) is float and played.traces[0].reward == reward
 
     asyncio.run(main())
 
@@ -417,6 +435,8 @@ def test_filters_and_prompts_of_the_user_run_elsewhere(model: Path) -> None:
             assert prompt.answer != str(os.getpid())
             with pytest.raises(TaskFailed, match="status 7"):
                 await pool.prompt("train", 3)
+            with pytest.raises(TaskFailed, match="bad_result: Expected `str`, got `int`"):
+                await pool.prompt("train", 4)
             groups = [Group(group_id=n, prompt_id="p", size=1) for n in range(2)]
             assert [await pool.judge("workflows:odd", g) for g in groups] == [None, "odd"]
             with pytest.raises(TaskFailed, match="KeyError: 'no'"):
