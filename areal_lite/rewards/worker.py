@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import msgspec
@@ -92,7 +91,7 @@ def execute(
 
 def _finite(reward: object) -> float | None:
     try:
-        value = float(reward) if isinstance(reward, Real) else math.nan
+        value = float(reward) if hasattr(reward, "__float__") else math.nan  # text has none
     except Exception:  # too large for a float
         return None
     return value if math.isfinite(value) else None

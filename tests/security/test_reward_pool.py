@@ -18,7 +18,7 @@ from areal_lite.rewards.program import parse_tests
 from areal_lite.workers.pool import TaskFailed
 
 REWARDS = """
-import asyncio, fractions, os, struct, subprocess, sys, tempfile, time
+import asyncio, decimal, fractions, numpy, os, struct, subprocess, sys, tempfile, time
 
 class Wordless:
     def __repr__(self):
@@ -35,6 +35,9 @@ RESULTS = {
     "large": 10**400,
     "larger": 10**5000,
     "fraction": fractions.Fraction(1, 4),
+    "truth of numpy": numpy.array([1, 1]).all(),
+    "decimal": decimal.Decimal("0.5"),
+    "several": numpy.array([1.0, 1.0]),
     "large fraction": fractions.Fraction(10**400),
     "no float": NoFloat(1),
     "wordless": Wordless(),
@@ -140,6 +143,9 @@ def test_odd_results_and_errors_are_no_death(function: str) -> None:
         "large": "bad_result",
         "larger": "bad_result",
         "fraction": 0.25,
+        "truth of numpy": 1.0,
+        "decimal": 0.5,
+        "several": "bad_result",
         "large fraction": "bad_result",
         "no float": "bad_result",
         "wordless": "bad_result",
