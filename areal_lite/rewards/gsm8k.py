@@ -137,7 +137,7 @@ def check_answer(answer: str) -> Number:
 
 def stated_number(completion: str) -> Number | None:
     """Return the number that a completion states as its answer, None if there is none."""
-    completion = completion.rpartition("</think>")[2].strip() or completion
+    completion = completion.rpartition("</think>")[2].strip()
     text = _plain(completion[-_LAST_CHARACTERS:])
     for statement in reversed(list(_STATEMENT.finditer(text))[-_LAST_STATEMENTS:]):
         stated = _statement_text(text, statement)

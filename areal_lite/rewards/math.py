@@ -154,7 +154,7 @@ class _Result:
 def stated_result(completion: str) -> str:
     r"""Return the text of the stated result: boxes in dollars, or the end of the completion."""
     text = completion[-_LAST_CHARACTERS:]
-    text = text.rpartition("</think>")[2].strip() or text
+    text = text.rpartition("</think>")[2].strip()
     text = _MATRIX.sub(lambda match: " ".join(match[0].split()), text)
     if tagged := _TAGGED.findall(text):
         text = tagged[-1] if "\\boxed" in tagged[-1] else f"\\boxed{{{tagged[-1].strip()}}}"

@@ -132,6 +132,7 @@ WRONG = [
     ("**3** and **4**", "3"),
     ("It costs $5 and $6.", "5"),
     ("<think>The answer is 5.</think> 7", "5"),
+    ("<think>The answer is 5.</think>\n", "5"),
     ("9^" * 400, "9"),
 ]
 

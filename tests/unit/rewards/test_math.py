@@ -166,6 +166,7 @@ WRONG = [
     (r"\boxed{51\%}", "50"),
     (r"\boxed{50}", r"0.5\%"),
     (r"<think>\boxed{34}</think> The answer is 35.", "34"),
+    (r"<think>\boxed{34}</think>", "34"),
     (r"\boxed{5\text{ cm}^2}", r"5\text{ cm}^3"),
     (r"\boxed{(9e-31,2)}", "(1.6e-19,2)"),
     ("The answer is 5y + 2.", "2"),
