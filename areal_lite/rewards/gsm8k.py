@@ -119,8 +119,8 @@ class Number:
 def gsm8k_reward(completion: str, answer: str) -> float:
     """Return 1.0 if `completion` states the number of `answer`, else 0.0.
 
-    `answer` is a number, or a worked solution of the data set, which ends with `#### number`.
-    Raises ValueError if `answer` has no number: an error of the data.
+    `answer` is a number, or a worked solution that states one as a completion does; of any other
+    text it is the first number. Raises ValueError if there is none: an error of the data.
     """
     right, stated = check_answer(answer), stated_number(completion)
     return float(stated is not None and stated.equals(right))
@@ -129,7 +129,7 @@ def gsm8k_reward(completion: str, answer: str) -> float:
 def check_answer(answer: str) -> Number:
     """Return the number of an answer of the data. Raises ValueError if there is none."""
     match = _NUMBER.search(_plain(answer.rpartition("####")[2]))
-    right = _number(match) if match else None
+    right = stated_number(answer) or (_number(match) if match else None)
     if right is None:
         raise ValueError(f"there is no number in the answer {answer[:100]!r}")
     return right

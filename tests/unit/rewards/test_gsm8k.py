@@ -48,6 +48,8 @@ RIGHT = [
     ("#### 72\nI hope that my answer is clear.", "72"),
     ("#### 72", "8 boxes of 9 eggs are <<8*9=72>>72 eggs.\n#### 72"),
     ("#### 1080", "#### 1,080"),
+    ("7", "3 + 4 = 7"),
+    ("7", "After 3 hours there are 4 more. The answer is 7."),
     ("<answer>\n42\n</answer>", "42"),
     ("<think>It is 5? The answer is 5.</think> 42", "42"),
     ("<think>\\boxed{35}</think> The answer is 34.", "34"),
