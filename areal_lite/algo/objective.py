@@ -429,6 +429,11 @@ class PolicyObjective(Objective):
         assert isinstance(self.policy_loss, OwnLoss)
         returned = self.policy_loss(tokens, logprobs, self.algo, **update.prepared)
         losses, kept, more = returned if isinstance(returned, TokenLoss) else TokenLoss(returned)
+        if losses.shape != logprobs.shape:  # torch would spread it over the tokens
+            raise ValueError(
+                f"algo.loss={self.algo.loss} returned losses of the shape {list(losses.shape)}, "
+                f"not one for each of {len(logprobs)} tokens: leave means to algo.reduction"
+            )
         kept = tokens.mask if kept is None else tokens.mask & kept
         weighed = torch.where(kept, weights * losses, torch.zeros_like(losses))
         metrics = {

@@ -31,5 +31,10 @@ def proportional(tokens, logprobs, algo):
     return -tokens.advantages * logprobs
 
 
+def mean(tokens, logprobs, algo):
+    """Return a single number, which no microbatch can weigh."""
+    return proportional(tokens, logprobs, algo).mean()
+
+
 totals = OwnLoss(with_totals, prepare)
 skipping = OwnLoss(proportional, zero_without_advantage=True)

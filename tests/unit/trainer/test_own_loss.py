@@ -86,6 +86,14 @@ def test_a_function_returns_losses_and_the_settings_do_the_rest(reduction, coef)
     )
 
 
+def test_a_loss_that_is_not_of_tokens_is_refused():
+    config = run_of(f"{MINE}mean")
+    batch = make_batch(3)
+    t, logprobs, entropy = tensors_of(batch, config, 1)
+    with pytest.raises(ValueError, match=r"my_losses:mean returned losses of the shape \[\], not"):
+        loss_in_parts(t, batch, logprobs, entropy, config, budget=9)
+
+
 @pytest.mark.parametrize("num", [1, 2])
 @pytest.mark.parametrize("budget", [1, 9, 1000])
 def test_totals_are_prepared_once_for_each_update(num, budget):
