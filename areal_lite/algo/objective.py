@@ -277,12 +277,15 @@ class PolicyObjective(Objective):
     def _credits(
         self, batch: FlatBatch, rewards: Tensor, turns: advantages.Turns, reduce: Reduce
     ) -> Tensor:
-        """Divide the shaped rewards of sequences among their turns: float [k]."""
+        """Divide the shaped rewards of sequences among their turns: float64 [k].
+
+        Equal rewards would differ by the rounding of sums of credits: a signal, once divided by it.
+        """
         earned = batch.earned
         if earned is not None:
-            earned = self.algo.shaping.scale * earned
+            earned = self.algo.shaping.scale * earned.double()
         return advantages.steadied(
-            advantages.credits(rewards, earned, turns),
+            advantages.credits(rewards.double(), earned, turns),
             turns,
             batch.group_ids,
             batch.trace_indices,
@@ -306,7 +309,7 @@ class PolicyObjective(Objective):
             gamma=advantage.gamma,
             relative=lambda returns, ids: _relative(returns, ids, advantage, reduce),
         )
-        return by_turn[turns.of_token]
+        return by_turn[turns.of_token].to(rewards.dtype)
 
     def _set_by_token(
         self,
@@ -320,7 +323,7 @@ class PolicyObjective(Objective):
         advantage, ids, turn_ids = self.algo.advantage, batch.sequence_ids, None
         if turns is not None:
             ids = turn_ids = turns.of_token
-            rewards = self._credits(batch, rewards, turns, reduce)
+            rewards = self._credits(batch, rewards, turns, reduce).to(rewards.dtype)
         by_token = advantages.token_rewards(
             rewards, batch.mask, ids, divergence=divergence, beta=self.algo.kl.coef
         )

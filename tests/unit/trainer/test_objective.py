@@ -482,6 +482,31 @@ def test_a_turn_that_earned_more_has_the_larger_advantage(estimator):
     assert not t.advantages.any()
 
 
+def test_credits_of_equal_rewards_give_no_signal():
+    """They add up to the reward, in each episode with another rounding."""
+    rng, sampled = np.random.default_rng(0), np.tile([False, True], 6)
+    group = [
+        Trajectory(
+            group_id=0,
+            prompt_id="p",
+            sample_index=i,
+            tokens=np.arange(12, dtype=np.int32),
+            loss_mask=sampled,
+            behavior_logprobs=np.where(sampled, -1.0, 0.0).astype(np.float32),
+            versions=np.where(sampled, VERSION, -1).astype(np.int32),
+            finish_reason="stop",
+            reward=1.0,
+            turn_rewards=rng.random(6).tolist(),
+        ).check()
+        for i in range(8)
+    ]
+    algo = AlgoConfig(advantage=AdvantageConfig("grpo", credit="turns"))
+    t = flat_batch(TrainBatch.from_trajectories(group), VERSION, torch.device("cpu"))
+    build_objective(TrainConfig(model="", algo=algo)).set_targets(t, summed)
+    assert t.advantages.dtype == torch.float32
+    assert t.advantages.abs().max() < 1e-6
+
+
 def test_a_critic_regresses_on_returns():
     config = TrainConfig(model="", algo=AlgoConfig(advantage=AdvantageConfig("gae")))
     batch = make_batch(8)
