@@ -23,6 +23,7 @@ Invariants:
 import inspect
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,7 @@ from areal_lite.rewards.worker import answer_check
 log = logging.getLogger(__name__)
 _KEYS_SHOWN = 20
 _MISSING: Any = object()
+_MESSAGES_OF_PYTHON = re.compile(r"\s*\[\s*\{\s*'(?:role|content)'\s*:")
 _OWN = "module:function of your own, f(config, tokenizer, split)"
 
 Split = Literal["train", "eval"]
@@ -338,7 +340,9 @@ def _answer(row: dict[str, Any], key: str) -> str:
 
 def _messages(prompt: Any) -> list[Message] | None:
     """Return the messages, with texts as contents, of a list or of its JSON; None if it is none."""
-    if isinstance(prompt, str) and prompt.startswith("[{"):
+    if isinstance(prompt, str) and prompt.lstrip().startswith("["):
+        if _MESSAGES_OF_PYTHON.match(prompt):
+            raise ValueError("the prompt is a list of messages as Python prints it: write JSON")
         with suppress(ValueError, RecursionError):
             prompt = json.loads(prompt)
     if not isinstance(prompt, list) or not all(isinstance(one, dict) for one in prompt):

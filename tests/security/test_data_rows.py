@@ -41,6 +41,10 @@ BAD = {
         b'{"question": [{"role": "user", "content": ""}], "answer": "2"}',
         "no tokens",
     ),
+    "messages of Python": (
+        b"{\"question\": \"[{'role': 'user', 'content': 'x'}]\", \"answer\": \"2\"}",
+        "as Python prints it: write JSON",
+    ),
     "null": (b"null", "a NoneType, not an object"),
     "cut": (GOOD[:20], "not JSON"),
 }

@@ -107,14 +107,15 @@ def test_rows_come_as_data_sets_have_them(model: Path, tmp_path: Path) -> None:
     """A mark of byte order, keys within objects, parts of contents, messages as JSON, one file."""
     parts = [{"role": "user", "content": [{"type": "text", "text": "2+"}, {"text": "2"}]}]
     rows = [
-        {"prompt": prompt, "gold": {"truth": "4"}} for prompt in ("2+2", parts, json.dumps(parts))
+        {"prompt": prompt, "gold": {"truth": "4"}}
+        for prompt in ("2+2", parts, json.dumps(parts), json.dumps(parts, indent=2))
     ]
     config = jsonl(tmp_path, rows, prompt_key="prompt", answer_key="gold.truth")
     Path(config.path).write_bytes(b"\xef\xbb\xbf" + Path(config.path).read_bytes())
     for source in ("jsonl", "hf"):
         prompts = load_prompts(replace(config, source=source), model, "train")
-        assert {prompts[i].text for i in range(3)} == {"<bos>user: 2+2\nassistant: "}
-        assert [prompts[i].answer for i in range(3)] == ["4"] * 3
+        assert {prompts[i].text for i in range(4)} == {"<bos>user: 2+2\nassistant: "}
+        assert [prompts[i].answer for i in range(4)] == ["4"] * 4
 
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
