@@ -121,12 +121,13 @@ class PromptSampler:
         `after` counts from 1. An index of a source without end never comes again.
         """
         if self.sources[index % len(self.sources)].num_prompts is not None:
-            self._rests_until[index] = self._epoch(index, after) + 1 + epochs
+            self._rests_until[index] = self._epoch(index, self.draws_by_source(after)) + 1 + epochs
 
     @property
     def num_resting(self) -> int:
         """Return how many indices the present epochs of their sources leave out."""
-        return sum(map(self._rests, self._rests_until))
+        draws = self.draws_by_source(self.drawn)  # once: every prompt may be resting
+        return sum(self._epoch(index, draws) < end for index, end in self._rests_until.items())
 
     def resume(self, drawn: int, put_back: Iterable[int]) -> None:
         """Continue after `drawn` new indices, and serve first what was put back."""
@@ -157,14 +158,16 @@ class PromptSampler:
     def _rests(self, index: int) -> bool:
         """Return whether the epoch of the last draw of its source leaves `index` out."""
         until = self._rests_until.get(index)
-        return until is not None and self._epoch(index, self.drawn) < until
+        if until is None:
+            return False
+        return self._epoch(index, self.draws_by_source(self.drawn)) < until
 
-    def _epoch(self, index: int, drawn: int) -> int:
-        """Return the epoch of the last of `drawn` draws that was from the source of `index`."""
+    def _epoch(self, index: int, draws: list[int]) -> int:
+        """Return the epoch of the source of `index` after `draws` from each source."""
         number = index % len(self.sources)
         num_prompts = self.sources[number].num_prompts
         assert num_prompts is not None
-        return (self.draws_by_source(drawn)[number] - 1) // num_prompts
+        return (draws[number] - 1) // num_prompts
 
 
 def _described(sources: Sequence[SourceOrder]) -> str:

@@ -209,3 +209,16 @@ def test_other_weights_cannot_be_resumed(weights: tuple[int, int]) -> None:
     sampler(2, 1).check_draws(draws)
     with pytest.raises(ValueError, match="cannot resume: .* weight=2"):
         sampler(*weights).check_draws(draws)
+
+
+def test_resting_prompts_are_counted_in_one_pass(monkeypatch) -> None:
+    """They may be most of a data set, and each step counts them."""
+    sampler = PromptSampler(SourceOrder(1000))
+    for _ in range(1000):
+        sampler.rest(sampler.next(), 1, after=sampler.drawn)
+    sampler.drawn += 1  # in the next epoch
+    calls, draws_by_source = [], sampler.draws_by_source
+    monkeypatch.setattr(
+        sampler, "draws_by_source", lambda drawn: calls.append(drawn) or draws_by_source(drawn)
+    )
+    assert sampler.num_resting == 1000 and calls == [1001]
