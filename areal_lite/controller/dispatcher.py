@@ -140,8 +140,8 @@ class _Submission:
 class Dispatcher:
     """Submits groups while admission and concurrency allow, and delivers them when they finish.
 
-    `counts` (the COUNTS and `groups`) and `filtered`, by reason, are of the whole run. `in_flight`
-    counts episodes, `running` has the ids of the running groups. `sampler` draws the prompts.
+    `counts` (the COUNTS, `groups`, `stored`) and `filtered`, by reason, are of the whole run.
+    `in_flight` counts episodes, `running` has the ids of the running groups.
     """
 
     def __init__(
@@ -157,12 +157,10 @@ class Dispatcher:
         rollout = config.rollout
         self._config = config
         self.sources = dependencies.sources
-        self._store = dependencies.store
-        self._clock = dependencies.clock
+        self._store, self._clock = dependencies.store, dependencies.clock
         self._deliver = deliver
         self._on_rejected = on_rejected
-        self.counts: Counter[str] = Counter()
-        self.filtered: Counter[str] = Counter()
+        self.counts, self.filtered = Counter[str](), Counter[str]()
         self.max_concurrent = rollout.max_concurrent
         self.in_flight = 0
         self.running: set[int] = set()
@@ -188,6 +186,8 @@ class Dispatcher:
         self._consecutive_filtered = 0
         # Set when something changed that `run` may be waiting for.
         self._wake = asyncio.Event()
+        # Of the group that was drawn last: set once the store gets its row.
+        self._stored: asyncio.Event | None = None
 
     def recover(self, store: Store, step: int, version: int, trainer_runs: bool = False) -> None:
         """Resume after `step` steps with the state in `store`. Call this before `run`.
@@ -207,7 +207,8 @@ class Dispatcher:
             for scored in store.rewards():
                 self._curriculum.record(*scored)
         self.sampler.resume(recovered.drawn, recovered.put_back)
-        self.counts.update({"groups": recovered.groups, **store.failures()})
+        self.counts.update(dict.fromkeys(("groups", "stored"), recovered.groups))
+        self.counts.update(store.failures())
         totals = store.totals()
         self.counts.update({name: totals.get(name, 0) for name in FAILURE_COUNTS})
         store.set_totals(self.sampler.sizes)
@@ -273,8 +274,16 @@ class Dispatcher:
 
     async def _run_group(self, submission: _Submission) -> None:
         group_id, index = submission.group_id, submission.prompt_index
+        before, stored = self._stored, asyncio.Event()
+        self._stored = stored
         prompt = await drawn_prompt(self.sources, index)
+        # In the order of the draws, although a process of the user may give a prompt late: a
+        # resumed run numbers its groups by their rows, and these must have no gap.
+        if before:
+            await before.wait()
+        stored.set()
         if not submission.again:
+            self.counts["stored"] += 1
             admitted = group_id, prompt.prompt_id, index, submission.drawn, self._group_size
             await self._store.submit(Store.admit, *admitted, self._clock())
         if prompt.tokens:

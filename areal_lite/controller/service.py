@@ -292,7 +292,7 @@ class Controller:
         counts = self.dispatcher.counts
         return {
             "groups": by_state,
-            "trajectories_lost": counts["groups"] - sum(by_state.values()) + missing,
+            "trajectories_lost": counts["stored"] - sum(by_state.values()) + missing,
             **{name: self.fleet.counts[name] for name in _REQUEST_COUNTS},
             **{name: counts[name] for name in COUNTS},
             "filtered": dict(self.dispatcher.filtered),

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,8 +12,9 @@ import pytest
 
 from areal_lite.config import TrainConfig
 from areal_lite.controller.dispatcher import Dispatcher
-from areal_lite.controller.sources import Dependencies, Player
+from areal_lite.controller.sources import Dependencies, Player, RemotePrompts
 from areal_lite.data.prompts import Prompt
+from areal_lite.data.sampler import PromptSampler, SourceOrder
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store import Store, StoreThread
 from areal_lite.servers.client import SamplingParams
@@ -195,3 +197,56 @@ def test_two_evaluations_may_play_the_same_problem_at_a_time() -> None:
 
     asyncio.run(both())
     assert not parts.playing
+
+
+class SlowPrompts:
+    """Prompts of worker processes. Those in `slow` do not come."""
+
+    def __init__(self, *slow: int) -> None:
+        self.slow = slow
+
+    async def prompt(self, split: str, index: int) -> Prompt:
+        if index in self.slow:
+            await asyncio.Event().wait()
+        return Prompts()[index]
+
+
+def test_a_run_that_ends_while_a_prompt_is_late_resumes(tmp_path) -> None:
+    """The next group's id is the number of rows: a row without those before it would be in the way.
+
+    A prompt without a row is drawn again, and nothing counts as lost.
+    """
+    config = TrainConfig(model="m", run_dir="r")
+    config.rollout.group_size, config.trainer.batch_groups, config.trainer.steps = 1, 4, 2
+    config.buffer.max_staleness = 0
+    sampler = PromptSampler(SourceOrder(40, config.seed))
+    order = [sampler.next() for _ in range(4)]
+
+    async def start(*slow: int) -> tuple[list[int], int, int]:
+        """Run until nothing more comes; return the prompts of all rows, their number, `stored`."""
+        store = Store(tmp_path / "store.sqlite")
+        thread = StoreThread(store)
+        (source,) = one_source(config, RemotePrompts(40, 0), FakeRewards(random.Random(0))).values()
+        parts = Dependencies(
+            sources={"": replace(source, episodes=SlowPrompts(*slow))},
+            tokenizer=SimpleNamespace(eos_ids=(1,), vocab_size=98, decode=lambda tokens: "text"),
+            store=thread,
+            clock=lambda: 0.0,
+            workflow=FakeWorkflow(random.Random(0)),
+        )
+        dispatcher = Dispatcher(config, parts, FakeFleet(), lambda group: None)
+        dispatcher.recover(store, 0, 0)
+        running = asyncio.create_task(dispatcher.run())
+        await asyncio.sleep(0.1)
+        assert not running.done(), running.exception()
+        running.cancel()
+        await asyncio.wait([running])
+        await thread.close()
+        rows = list(RunReader(tmp_path / "store.sqlite").groups())
+        assert [row["group_id"] for row in rows] == list(range(len(rows)))
+        return [row["prompt_index"] for row in rows], len(rows), dispatcher.counts["stored"]
+
+    prompts, rows, stored = asyncio.run(start(order[1]))
+    assert prompts == order[:1] and rows == stored
+    prompts, rows, stored = asyncio.run(start())
+    assert set(order) <= set(prompts) and rows == stored
