@@ -238,10 +238,12 @@ class Batches:
         names = [source.name for source in self.dispatcher.sampler.sources]
         replay = {}
         if isinstance(queue, ReplayBuffer):
+            # Of episodes that differ.
+            correct = [sum(episode_reward(e) > 0 for e in episodes) for episodes in queue]
             replay = {
                 "replay_prompts": len(queue),
                 "replay_trajectories": queue.num_trajectories,
-                "replay_distinct_correct": diversity(queue)["distinct_correct"],
+                "replay_distinct_correct": float(np.mean(correct)),
             }
         return {
             **batch_stats(groups, step, bound),

@@ -33,10 +33,11 @@ class RecordedStore:
         return future
 
 
-def controller_with(*running: int, clock, store=None) -> Controller:
+def controller_with(*running: int, clock, store=None, replay: int = 0) -> Controller:
     """Return a controller of batches of two, in which these groups run and none may pass one."""
     config = TrainConfig(model="m", run_dir="r")
     config.trainer.batch_groups, config.buffer.window = 2, 1
+    config.buffer.replay.capacity = replay
     parts = Dependencies(
         sources=one_source(config, SimpleNamespace(num_prompts=1)),
         tokenizer=SimpleNamespace(eos_ids=(1,), vocab_size=98),
@@ -88,6 +89,23 @@ def test_a_straggler_that_is_filtered_lets_the_batch_go() -> None:
         return await pull_while(controller, lambda: controller.dispatcher._reject(0))
 
     assert asyncio.run(run())["queue_depth"] == 0
+
+
+def test_a_batch_of_replay_is_described_without_a_look_at_all_tokens_of_the_buffer() -> None:
+    """These are gigabytes in a large buffer, and the event loop would wait for them."""
+
+    async def run() -> dict:
+        controller = controller_with(clock=lambda: 0.0, replay=4)
+        for number, rewards in enumerate(([1.0, 0.0], [1.0, 1.0], [1.0])):
+            lengths = range(1, len(rewards) + 1)
+            controller.batches.put(group(number, *([0] * n for n in lengths), rewards=rewards))
+        *_, ((trajectory,),) = controller.batches.queue  # of a prompt that cannot be drawn
+        trajectory.tokens = None
+        return (await controller.pull(0, 0, 1))[0]
+
+    info = asyncio.run(run())
+    assert info["replay_distinct_correct"] == pytest.approx(4 / 3)
+    assert (info["replay_prompts"], info["replay_trajectories"]) == (2, 5)
 
 
 def test_the_first_step_of_a_resumed_run_waits_for_a_server_that_was_taken_over() -> None:
