@@ -176,7 +176,8 @@ async def _play(
     if (key := f"held out: {prompt.prompt_id}") in quarantine.held:
         return Rollout(failure="it is in quarantine", timed_out=True)
     (rollout,) = await player.play(index, prompt, [rid], params, sample)
-    quarantine.record(key, [rollout])
+    if rollout.is_hazard:  # a judge that is gone for a while must not cost later evaluations
+        quarantine.record(key, [rollout])
     return rollout
 
 

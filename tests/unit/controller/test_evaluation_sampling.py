@@ -1,7 +1,9 @@
 """Evaluations sample as training does, except for their own settings."""
 
 import asyncio
+import random
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,10 @@ from areal_lite.servers.client import SamplingParams, SGLangClient, sampling_par
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.tools.commands import EvalCommandConfig
+from areal_lite.trajectory import Trajectory
+from areal_lite.workers.pool import TaskFailed
 from tests.fake_sglang import FakeSGLang
+from tests.unit.controller.test_dispatcher import FakeFleet, FakeWorkflow
 
 OWN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_new_tokens": 30}
 TRAINING = {"temperature": 0.8, "top_p": 1.0, "top_k": -1, "max_new_tokens": 12}
@@ -106,3 +111,37 @@ def test_the_command_has_the_same_names() -> None:
     assert sampling_of_evaluation(config) == Sampling(temperature=0.0, max_new_tokens=512)
     config.sampling = OWN
     assert sampling_of_evaluation(config) == Sampling(**OWN)
+
+
+class Outage:
+    """Rewards of a judge that does not answer until `over`."""
+
+    over = False
+
+    async def score(self, completion: str, answer: str, info: dict) -> float:
+        if not self.over:
+            raise TaskFailed("timeout", "no verdict of the judge")
+        return 1.0
+
+
+def test_problems_that_lost_their_reward_are_asked_by_the_next_evaluation() -> None:
+    async def workflow(episode: Any) -> Trajectory:
+        return FakeWorkflow(random.Random(0)).trace(episode, None)
+
+    rewards: Any = Outage()
+    source = Source(
+        config=TrainConfig(model=""), prompts=None, eval_prompts=Problems(), rewards=rewards
+    )
+    tokenizer: Any = SimpleNamespace(eos_ids=(1,), vocab_size=98, decode=lambda tokens: "text")
+    parts = Dependencies(
+        sources={"": source}, tokenizer=tokenizer, store=None, clock=lambda: 0.0, workflow=workflow
+    )
+
+    async def run() -> None:
+        for failures in (8, 0):
+            fleet: Any = FakeFleet()
+            scores = await score_problems(source, parts, fleet, 2, 3, "e", Counter())
+            assert scores.failures == failures
+            rewards.over = True
+
+    asyncio.run(run())
