@@ -416,8 +416,9 @@ class Fleet:
         params = replace(params, seed=request_seed(self._seed, rid))
         refusals: dict[ServerInfo, ServerRefused] = {}
         forgiven: set[ServerInfo] = set()
-        server = session.server if session.reserved else await self.reserve([session.server])
-        session.turns, session.reserved = session.turns + 1, False
+        # Before any wait, in which another turn of the episode may begin.
+        reserved, session.reserved, session.turns = session.reserved, False, session.turns + 1
+        server = session.server if reserved else await self.reserve([session.server])
         while True:
             session.server = server
             try:

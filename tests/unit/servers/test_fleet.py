@@ -40,6 +40,7 @@ class OneToken:
         self.versions = {A: 0, B: 0, C: 0}
         self.checks = 0
         self.cache_keys: list[str] = []
+        self.rids: list[str] = []
         self.resets: list[ServerInfo] = []
         self.silence: asyncio.Event | None = None
         self.after_silence: ServerError = ServerUnreachable(A, "does not answer in time")
@@ -47,6 +48,7 @@ class OneToken:
     async def generate(self, server, input_ids, params, rid, cache_key) -> GenerationChunk:
         await asyncio.sleep(0)
         self.cache_keys.append(cache_key)
+        self.rids.append(rid)
         while server in self.hung | self.slow:
             await asyncio.sleep(0.001)
         if server in self.dead:
@@ -196,6 +198,28 @@ def test_without_a_server_it_waits_for_one() -> None:
         servers.append(A)
         await watched_once(fleet)
         assert await asyncio.wait_for(waiting, 1) == A and changes
+
+    asyncio.run(run())
+
+
+def test_turns_of_an_episode_that_wait_together_are_requests_of_their_own() -> None:
+    """A server refuses a second request with the same id, and would look broken."""
+
+    async def run() -> None:
+        client, servers = OneToken(), [A]
+        fleet = Fleet(client, lambda: servers, lambda: None)
+        await watched_once(fleet)
+        session = await fleet.open_session("0")
+        await fleet.complete(session, PROMPT, PARAMS)
+        servers.clear()
+        await watched_once(fleet)
+        turns = [asyncio.create_task(fleet.complete(session, PROMPT, PARAMS)) for _ in "ab"]
+        await asyncio.sleep(0.01)
+        servers.append(B)
+        await watched_once(fleet)
+        await asyncio.gather(*turns)
+        assert len(client.rids) == len(set(client.rids)) == 3
+        assert not fleet.router.load.total() and session.turns == 3
 
     asyncio.run(run())
 
