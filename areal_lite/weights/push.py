@@ -24,6 +24,7 @@ The ways of the weights, `sync.transport`:
 import logging
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,7 @@ from areal_lite.servers.blocking import post
 from areal_lite.servers.client import ServerUnreachable
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.sglang_plugins.weight_group import CollectiveError
-from areal_lite.system.processes import steady_time
+from areal_lite.system.processes import process_namespace, steady_time
 from areal_lite.weights.broadcast import Broadcast, pack_adapters
 from areal_lite.weights.recipients import FROM_DISK, Bucket, PushRecipients, PushReport
 from areal_lite.weights.turns import Turns
@@ -94,7 +95,8 @@ def make_transport(config: TrainConfig, device: torch.device, run_dir: Path) -> 
             pack = partial(pack_adapters, config.trainer.lora, backend == "gloo")
             return Broadcast(config, backend, pack)
         case "disk":
-            return Folder(Path(config.sync.disk_path or run_dir / WEIGHTS_DIR), Path(config.model))
+            root = Path(config.sync.disk_path or run_dir / WEIGHTS_DIR)
+            return Folder(root, Path(config.model), run_dir)
         case _:
             if (transport := load(TRANSPORTS, chosen)) is None:
                 raise ValueError(
@@ -106,12 +108,15 @@ def make_transport(config: TrainConfig, device: torch.device, run_dir: Path) -> 
 class Folder:
     """The checkpoints of one trainer, in a folder of its own under `root`.
 
-    `model` is the folder of the initial checkpoint, for its config.json.
+    `model` is the folder of the initial checkpoint, for its config.json. What a trainer that is
+    killed leaves, the next one of its run on this machine removes, by the beginning of the name.
     """
 
-    def __init__(self, root: Path, model: Path):
+    def __init__(self, root: Path, model: Path, run_dir: Path):
         self._root = root
         self._model = model
+        of_run = zlib.crc32(f"{process_namespace()} {run_dir.resolve()}".encode())
+        self._prefix = f"areal_lite-{of_run:08x}-"
         self._own: Path | None = None
 
     def transfer(
@@ -132,7 +137,9 @@ class Folder:
         """Write all weights and return their folder. The servers still generate meanwhile."""
         if self._own is None:
             self._root.mkdir(parents=True, exist_ok=True)
-            self._own = Path(tempfile.mkdtemp(prefix="areal_lite-", dir=self._root)).resolve()
+            for left in self._root.glob(f"{self._prefix}*"):
+                shutil.rmtree(left, ignore_errors=True)
+            self._own = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._root)).resolve()
         folder = self._own / f"v{version}"
         folder.mkdir(exist_ok=True)  # it exists when a version is pushed again
         shutil.copy(self._model / "config.json", folder / "config.json")

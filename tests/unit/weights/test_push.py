@@ -317,7 +317,8 @@ def test_weight_folder_touches_nothing_but_its_own(answers, tmp_path):
     model.mkdir(), root.mkdir()
     (model / "config.json").write_text("{}")
     (root / "v0").mkdir(), (root / "venv").mkdir()
-    folder, push = Folder(root, model), recipients(answers("a"), interrupt="retract")
+    folder = Folder(root, model, tmp_path)
+    push = recipients(answers("a"), interrupt="retract")
     first = folder.write([[("w", torch.ones(2))]], 0)
     folder.transfer(push, [[("w", torch.ones(2))], [("u", torch.ones(1))]], apart=False)
     assert not first.exists() and sorted(p.name for p in (first.parent / "v1").iterdir()) == [
@@ -325,6 +326,16 @@ def test_weight_folder_touches_nothing_but_its_own(answers, tmp_path):
     ]  # fmt: skip
     folder.close([])
     assert sorted(p.name for p in root.iterdir()) == ["v0", "venv"]
+
+
+def test_a_trainer_removes_the_weights_of_the_one_that_was_killed_before_it(tmp_path):
+    """Each start would otherwise leave a model behind, perhaps in the memory of the machine."""
+    model, root = tmp_path / "model", tmp_path / "root"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    runs = [Folder(root, model, tmp_path / name) for name in ("run", "run", "other")]
+    folders = [folder.write([[("w", torch.ones(2))]], 1).parent for folder in runs]
+    assert sorted(root.iterdir()) == sorted(folders[1:])
 
 
 def test_each_rank_gets_the_pusher_for_its_part_of_the_weights():
