@@ -6,7 +6,6 @@ process. The modules of its parsers need neither, and are imported without it, i
 
 import importlib
 import importlib.util
-import json
 import logging
 import os
 import sys
@@ -15,6 +14,8 @@ from contextlib import contextmanager
 from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
+
+import msgspec
 
 from areal_lite.data.tokenizer import Tokenizer
 
@@ -69,7 +70,8 @@ class AnswerParser:
         try:
             if said.count(getattr(parser.detector, "bot_token", "") or said) <= _MOST_CALLS:
                 beside, found = parser.parse_non_stream(said)
-                arguments = [json.loads(call.parameters or "{}") for call in found]
+                # Strict JSON, as the agent has to send the call back: NaN is none.
+                arguments = [msgspec.json.decode(call.parameters or "{}") for call in found]
         except Exception:  # a policy writes anything, and each parser was made for one model
             found = []
         if not found or not all(isinstance(one, dict) for one in arguments):

@@ -250,6 +250,8 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
         (f"{CALL}{CALL}", {"parallel_tool_calls": False}, ['{"x": 1}']),
         (CALL, {"tool_choice": "none"}, []),
         (CALL.replace("arguments", "parameters"), {}, ['{"x": 1}']),
+        (CALL.replace("1}", "NaN}"), {}, []),
+        (CALL.replace("1}", '"\\ud800"}'), {}, []),
         (f"<think>{CALL}</think>done", {}, []),
         (f"<think>{CALL}", {}, []),
         (f"<think>{CALL}</think>{CALL}", {}, ['{"x": 1}']),
