@@ -74,7 +74,7 @@ class InterruptMode(StrEnum):
     IN_PLACE = "in_place"  # they pause, and continue with the KV cache of the old weights
     RETRACT = "retract"  # they pause, and the new weights compute their KV cache again
     ABORT = "abort"  # they end, and are sent again as prompt plus what they have
-    NONE = "none"  # it waits for them: no trajectory has tokens of two versions
+    NONE = "none"  # it waits for them: no request has tokens of two versions
 
 
 @dataclass(frozen=True, slots=True)
