@@ -418,8 +418,9 @@ class Transcript:
         Raises ValueError for a token that the model lacks, which would end a server.
         """
         ids, count = np.asarray(tokens, np.int32), len(tokens)
-        if (largest := ids.max(initial=0)) >= (size := self.episode.params.vocab_size):
-            raise ValueError(f"token {largest} is not one of the model's {size}")
+        size = self.episode.params.vocab_size
+        if len(wrong := ids[(ids < 0) | (ids >= size)]):
+            raise ValueError(f"token {wrong[0]} is not one of the model's {size}")
         self._chunks.append(
             GenerationChunk(
                 tokens=ids,

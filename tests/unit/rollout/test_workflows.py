@@ -187,6 +187,19 @@ def test_turns_without_a_gap_are_one_turn(tokenizer) -> None:
     assert trajectory.turn_rewards == [7.0, 0.0]
 
 
+def test_a_token_below_zero_is_refused(tokenizer) -> None:
+    """Servers never see the last tokens of a trajectory, and the trainer would fail with them."""
+
+    async def workflow(episode):
+        transcript = Transcript(episode)
+        await transcript.sample()
+        transcript.add_tokens([-100])
+        return transcript.trajectory()
+
+    with pytest.raises(ValueError, match="token -100 is not one of the model's"):
+        play_one(tokenizer, workflow, chat_prompt(tokenizer), ["a"])
+
+
 def test_plain_prompts_get_plain_feedback(tokenizer, user_code) -> None:
     user_code(FEEDBACK)
     prompt = Prompt(prompt_id="p", tokens=tokenizer.encode("Hi"), answer="", text="Hi")
