@@ -56,21 +56,20 @@ class EpisodePool(WorkerPool):
             asked = unpack(body, Complete)
             return pack(await samplers[asked.place](asked.tokens, asked.params))
 
-        return _returned(await self.call(request, name, self._limit_s, complete), list[Rollout])
+        return await self._result(list[Rollout], request, name, complete)
 
     async def prompt(self, split: Split, index: int) -> Prompt:
         """Return a prompt of the user's own data. Raises TaskFailed."""
-        return _returned(await self.call(FetchPrompt(split, index), "", self._limit_s), Prompt)
+        return await self._result(Prompt, FetchPrompt(split, index))
 
     async def judge(self, name: str, group: Group) -> str | None:
         """Return a filter's reason to leave out a group. Raises TaskFailed."""
-        reason = await self.call(Judge(name, group), "", self._limit_s)
-        return unpack(reason, str | None)  # pyright: ignore[reportArgumentType]
+        return await self._result(str | None, Judge(name, group))
 
-
-def _returned(body: msgspec.Raw, kind: Any) -> Any:
-    """Decode what code of the user returned. Raises TaskFailed if a value has another type."""
-    try:
-        return unpack(body, kind)
-    except msgspec.MsgspecError as error:
-        raise TaskFailed("bad_result", str(error)) from None
+    async def _result(self, kind: Any, request: Any, name: str = "", answer: Any = None) -> Any:
+        """Return the result of a request, of the type `kind`. Raises TaskFailed."""
+        result = await self.call(request, name, self._limit_s, answer)
+        try:
+            return unpack(result, kind)
+        except msgspec.MsgspecError as error:  # code of the user made it
+            raise TaskFailed("bad_result", f"{self.name}: {error}") from None

@@ -114,6 +114,12 @@ async def act(episode):
         await asyncio.to_thread(naps, 0.01)
         threading.Thread(target=os._exit, args=[1]).start()
         await asyncio.sleep(60)
+    if what == "right":
+        return transcript.trajectory(len(transcript.tokens) == 4)
+    if what == "words":
+        trajectory = transcript.trajectory()
+        trajectory.server = 5
+        return trajectory
     while what == "ask for ever":
         await Transcript(episode, [5, len(transcript.tokens)]).sample()
         transcript.add_tokens([5])
@@ -137,12 +143,6 @@ async def rewarded_by_row(episode):
     await transcript.sample()
     prompt = episode.prompt
     return transcript.trajectory(float(prompt.info == INFO and prompt.tools == TOOLS))
-
-async def passes(episode):
-    """Give the reward that a comparison is."""
-    transcript = Transcript(episode)
-    await transcript.sample()
-    return transcript.trajectory(episode.prompt.answer == "right")
 
 class Pid:
     """Write what it does to a file."""
@@ -253,16 +253,6 @@ def test_a_workflow_gets_the_whole_row(model: Path) -> None:
         async with pool_of(model, "workflows:rewarded_by_row") as pool:
             (played,) = await pool.play("row", play, [Servers().complete])
         assert played.traces[0].reward == 1.0
-
-    asyncio.run(main())
-
-
-def test_a_reward_may_be_true_or_false(model: Path) -> None:
-    async def main() -> None:
-        async with pool_of(model, "workflows:passes") as pool:
-            for what, reward in (("right", 1.0), ("wrong", 0.0)):
-                (played,) = await outcome(pool, what, Servers())
-                assert type(played.traces[0].reward) is float and played.traces[0].reward == reward
 
     asyncio.run(main())
 
@@ -435,7 +425,7 @@ def test_filters_and_prompts_of_the_user_run_elsewhere(model: Path) -> None:
             assert prompt.answer != str(os.getpid())
             with pytest.raises(TaskFailed, match="status 7"):
                 await pool.prompt("train", 3)
-            with pytest.raises(TaskFailed, match="bad_result: Expected `str`, got `int`"):
+            with pytest.raises(TaskFailed, match="bad_result: .* `str`, got `int`.*answer"):
                 await pool.prompt("train", 4)
             groups = [Group(group_id=n, prompt_id="p", size=1) for n in range(2)]
             assert [await pool.judge("workflows:odd", g) for g in groups] == [None, "odd"]
@@ -526,6 +516,18 @@ def test_an_episode_that_never_stops_asking_fails(model: Path, monkeypatch) -> N
             servers = Servers()
             (failure,) = await outcome(pool, "ask for ever", servers)
             assert "has asked 50 questions" in failure.failure and len(servers.asked) == 50
+
+    asyncio.run(main())
+
+
+def test_a_result_that_cannot_be_used_costs_its_episode(model: Path) -> None:
+    async def main() -> None:
+        async with pool_of(model) as pool:
+            (played,) = await outcome(pool, "right", Servers())
+            assert played.traces[0].reward == 1.0, "a bool is a reward"
+            failed = await outcome(pool, "words", Servers())
+            assert isinstance(failed, TaskFailed) and failed.reason == "bad_result"
+            assert "workflows:act: Expected `str`, got `int`" in str(failed)
 
     asyncio.run(main())
 
