@@ -221,7 +221,9 @@ class EpisodeWorker:
     async def _complete(
         self, number: int, place: int, tokens: np.ndarray, params: SamplingParams
     ) -> Completion:
-        """Ask the pool for a completion. Raises ValueError if the servers refuse it."""
+        """Ask the pool for a completion. Raises ValueError if it refuses."""
+        if number not in self._running:  # what the episode left behind asks
+            raise ValueError("its episode has ended")
         call = next(self._calls)
         answer = self._answers[call] = asyncio.get_running_loop().create_future()
         question = process.pack(Complete(place, tokens, params))

@@ -292,9 +292,8 @@ class WorkerProcess:
             self.stop()
 
     def _answer(self, call: int, answer: asyncio.Task[msgspec.Raw]) -> None:
-        if answer.cancelled():
-            return  # the task has ended
-        error = answer.exception()
+        # A task that has ended may have left code behind that would wait for ever.
+        error = "its episode has ended" if answer.cancelled() else answer.exception()
         failed = {"error": process.short_text("{}", error)}
         reply: dict[str, Any] = failed if error else {"body": answer.result()}
         self._write(process.Answer(call=call, **reply))

@@ -114,6 +114,11 @@ async def act(episode):
         await asyncio.to_thread(naps, 0.01)
         threading.Thread(target=os._exit, args=[1]).start()
         await asyncio.sleep(60)
+    if what == "leaves":
+        left.append(asyncio.create_task(leave(transcript, 0.3)))
+        left.append(asyncio.create_task(leave(transcript, 0.0)))
+        await asyncio.sleep(0)
+        return transcript.trajectory()
     if what == "right":
         return transcript.trajectory(len(transcript.tokens) == 4)
     if what == "words":
@@ -127,6 +132,17 @@ async def act(episode):
         return None
     await transcript.sample()
     return transcript.trajectory()
+
+left = []
+
+async def leave(transcript, seconds):
+    """Sample after so many seconds, and note how that ends."""
+    await asyncio.sleep(seconds)
+    try:
+        await transcript.sample()
+    except ValueError as error:
+        with open(__file__ + ".left", "a") as file:
+            file.write(f"{error}\\n")
 
 def feedback(prompt, answers):
     """Block a thread."""
@@ -520,6 +536,22 @@ def test_an_episode_that_never_stops_asking_fails(model: Path, monkeypatch) -> N
     asyncio.run(main())
 
 
+def test_what_an_episode_leaves_behind_costs_no_other(model: Path) -> None:
+    """A completion that is asked for after the end, or that comes then, is an error there."""
+    notes = model / "workflows.py.left"
+
+    async def main() -> None:
+        async with pool_of(model, episode_timeout_s=20) as pool:
+            (worker,) = pool.workers
+            slow = asyncio.create_task(outcome(pool, "fine", Servers(1.0), 1))
+            (played,) = await outcome(pool, "leaves", Servers(0.2))
+            assert not played.failure and not (await slow)[0].failure
+            assert pool.workers == [worker], "its process has ended"
+            assert notes.read_text().splitlines() == ["its episode has ended"] * 2
+
+    asyncio.run(main())
+
+
 def test_a_result_that_cannot_be_used_costs_its_episode(model: Path) -> None:
     async def main() -> None:
         async with pool_of(model) as pool:
@@ -562,6 +594,7 @@ def test_a_completion_that_is_cancelled_is_not_waited_for_any_more() -> None:
     async def cancel() -> Any:
         worker: Any = object.__new__(EpisodeWorker)
         worker._calls, worker._answers, worker._asking = itertools.count(), {}, Counter([1])
+        worker._running = {1: None}
         worker._pipes = SimpleNamespace(send=lambda ask: None)
         params = SamplingParams(1, 1.0, (1,))
         asking = asyncio.create_task(worker._complete(1, 0, np.zeros(1, np.int32), params))
