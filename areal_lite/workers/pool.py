@@ -528,6 +528,8 @@ class WorkerPool:
         for task in tasks:
             task.restarts += 1
             task.unclaimed = list(task.asked)
+        if self._unusable:  # the last worker has ended: it was late, and has no successor
+            self._fail_queue()
         if replace and worker.started and not self._unusable:
             replacing = asyncio.get_running_loop().create_task(self._replace())
             self._replacements.add(replacing)

@@ -564,6 +564,28 @@ def test_a_result_that_cannot_be_used_costs_its_episode(model: Path) -> None:
     asyncio.run(main())
 
 
+def test_what_a_late_worker_kept_does_not_wait_for_a_successor_that_cannot_start(
+    model: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr("areal_lite.workers.pool._MOST_MOVED", 0)
+
+    async def main() -> None:
+        pool = pool_of(model, episode_timeout_s=4)
+        await pool.start()
+
+        async def cannot_start() -> None:
+            raise ValueError("no memory")
+
+        pool._start_worker = cannot_start
+        calls = [outcome(pool, "block", Servers()), outcome(pool, "fine", Servers(60.0), 1)]
+        async with asyncio.timeout(30):
+            blocked, kept = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(blocked, TaskFailed) and "no memory" in str(kept)
+        await pool.close()
+
+    asyncio.run(main())
+
+
 def test_a_worker_whose_pipe_has_ended_gets_nothing_more(model: Path) -> None:
     """The pipe of a process that dies may end before its exit is known.
 
