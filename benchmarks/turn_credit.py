@@ -1,11 +1,12 @@
 """Credit for turns against a reward at the end, on a task of six turns; counted in updates.
 
-    python -m benchmarks.turn_credit [--seeds 1 2 3 4 5] [--steps 150]
+    python -m benchmarks.turn_credit [--seeds 1 2 3 4 5] [--steps 150] [--groups 2]
 
 The environment shows one of four letters, and the policy answers with one token. It is right if
 the token belongs to the letter's quarter of the characters. After six turns the reward is the share
 of right answers. `outcome` gets this reward alone. `turns` also learns which answer was right, and
 `noise` is told at random. All begin with the same random model of a seed, and see the same prompts.
+An update has `--groups` of them, with four episodes each.
 
 Writes results/turn_credit.json and prints the updates until a mean reward of 0.5 and of 0.9, over
 five steps.
@@ -29,7 +30,7 @@ THRESHOLDS = (0.5, 0.9)
 TRAIN = (
     "schedule=sync data.source=jsonl data.chat=false data.max_prompt_tokens=8"
     " reward.function=areal_lite.rewards.exact:exact_reward"
-    " rollout.group_size=4 rollout.max_new_tokens=24 trainer.batch_groups=2 eval.problems=0"
+    " rollout.group_size=4 rollout.max_new_tokens=24 eval.problems=0"
     " trainer.lr=3e-4 trainer.lr_schedule=constant trainer.adam_eps=1e-5 algo=grpo algo.kl.coef=0"
 )
 ARMS = {
@@ -58,22 +59,23 @@ class SixTurns:
         return transcript.trajectory(mean(right))
 
 
-def run(work: Path, seed: int, arm: str, steps: int) -> dict:
+def run(work: Path, seed: int, arm: str, steps: int, groups: int) -> dict:
     """Train one run; return the mean reward of each step."""
     scores, settings = ARMS[arm]
-    run_dir = work / f"{arm.replace(', ', '-')}-{seed}"
+    run_dir = work / f"{arm.replace(', ', '-')}-{groups}-{seed}"
     shutil.rmtree(run_dir, ignore_errors=True)
     areal_lite(
         work / f"{run_dir.name}.log",
         "train",
         *[f"run_dir={run_dir}", f"model={work / f'model-{seed}'}", f"seed={seed}"],
         *[f"data.path={work / 'prompts.jsonl'}", f"trainer.steps={steps}", *TRAIN.split()],
+        f"trainer.batch_groups={groups}",
         "rollout.workflow=benchmarks.turn_credit:SixTurns",
         *[f"rollout.workflow_args.scores={scores}", *settings.split()],
     )
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     rewards = [round(json.loads(line)["reward_mean"], 4) for line in lines]
-    return {"arm": arm, "seed": seed, "rewards": rewards}
+    return {"arm": arm, "seed": seed, "groups": groups, "rewards": rewards}
 
 
 def updates_to(rewards: list[float], threshold: float) -> int | None:
@@ -86,6 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "turn_credit")
     args = parser.parse_args()
@@ -100,8 +103,9 @@ def main() -> None:
     for seed in args.seeds:
         make_model(args.work / f"model-{seed}", seed)
         for arm in args.arms:
-            record = run(args.work, seed, arm, args.steps)
-            others = [r for r in found if (r["arm"], r["seed"]) != (arm, seed)]
+            record = run(args.work, seed, arm, args.steps, args.groups)
+            same = ("arm", "seed", "groups")
+            others = [r for r in found if any(r[key] != record[key] for key in same)]
             found = [*others, record]
             RESULTS.write_text(json.dumps(found) + "\n")
             reached = [updates_to(record["rewards"], threshold) for threshold in THRESHOLDS]
