@@ -285,8 +285,7 @@ def summarize(outcome: Outcome) -> Summary:
     records, seconds, usage = outcome.records, outcome.seconds, outcome.usage
     tokens = sum(record.tokens for record in records)
     bins = max(len(record.staleness) for record in records)
-    ages = sum(np.pad(r.staleness, (0, bins - len(r.staleness))) for r in records)
-    assert isinstance(ages, np.ndarray)
+    ages = np.sum([np.pad(r.staleness, (0, bins - len(r.staleness))) for r in records], axis=0)
     trained = max(1, int(ages.sum()))
     server_s = usage.decoding_s + usage.prefill_s + usage.paused_s + usage.idle_s
     return Summary(

@@ -123,13 +123,9 @@ class TrainerSpeed:
 
     def step_s(self, shards: list[np.ndarray]) -> float:
         """Return the seconds of a step; a shard is the lengths of its sequences, in tokens."""
-        squares = (float(np.square(lengths, dtype=np.float64).sum()) for lengths in shards)
-        tokens = (float(lengths.sum()) for lengths in shards)
-        slowest = max(
-            self.per_token_s * count + self.per_square_s * square
-            for count, square in zip(tokens, squares)
-        )
-        return self.fixed_s + slowest
+        sums = ((n.sum(), np.square(n, dtype=np.float64).sum()) for n in shards)
+        slowest = max(self.per_token_s * n + self.per_square_s * square for n, square in sums)
+        return self.fixed_s + float(slowest)
 
 
 @dataclass(frozen=True)
