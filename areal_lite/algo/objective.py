@@ -277,10 +277,8 @@ class PolicyObjective(Objective):
     def _credits(
         self, batch: FlatBatch, rewards: Tensor, turns: advantages.Turns, reduce: Reduce
     ) -> Tensor:
-        """Divide the shaped rewards of sequences among their turns: float64 [k].
-
-        Equal rewards would differ by the rounding of sums of credits: a signal, once divided by it.
-        """
+        """Divide the shaped rewards of sequences among their turns: float64 [k]."""
+        # A deviation that is only rounding would make a signal of equal rewards.
         earned = batch.earned
         if earned is not None:
             earned = self.algo.shaping.scale * earned.double()
@@ -434,8 +432,7 @@ class PolicyObjective(Objective):
         losses, kept, more = returned if isinstance(returned, TokenLoss) else TokenLoss(returned)
         if losses.shape != logprobs.shape:  # torch would spread it over the tokens
             raise ValueError(
-                f"algo.loss={self.algo.loss} returned losses of the shape {list(losses.shape)}, "
-                f"not one for each of {len(logprobs)} tokens: leave means to algo.reduction"
+                f"algo.loss={self.algo.loss}: return a loss of each token, not {list(losses.shape)}"
             )
         kept = tokens.mask if kept is None else tokens.mask & kept
         weighed = torch.where(kept, weights * losses, torch.zeros_like(losses))

@@ -205,13 +205,13 @@ def _check_groups(config: TrainConfig) -> None:
             f"rollout.max_concurrent={rollout.max_concurrent} is less than one group "
             f"(rollout.group_size={rollout.group_size})"
         )
-    if (advantage.estimator, advantage.mean, advantage.std) == ("grpo", "batch", "group"):
+    kind = advantage.estimator, advantage.mean
+    if (*kind, advantage.std) == ("grpo", "batch", "group"):
         raise ValueError(
             "algo.advantage.mean=batch with std=group divides by 0 in a group of equal rewards: "
             "set algo.advantage.std=batch, or off"
         )
-    of_batch = advantage.estimator == "grpo" and advantage.mean == "batch"
-    compares = advantage.estimator in ("grpo", "rloo") and not of_batch
+    compares = advantage.estimator == "rloo" or kind == ("grpo", "group")
     if rollout.group_size == 1 and (config.algo.loss == "tb" or compares):
         raise ValueError(
             "rollout.group_size=1: a group of one has nothing to be compared with; use 2 or more, "

@@ -158,9 +158,7 @@ class PromptSampler:
     def _rests(self, index: int) -> bool:
         """Return whether the epoch of the last draw of its source leaves `index` out."""
         until = self._rests_until.get(index)
-        if until is None:
-            return False
-        return self._epoch(index, self.draws_by_source(self.drawn)) < until
+        return until is not None and self._epoch(index, self.draws_by_source(self.drawn)) < until
 
     def _epoch(self, index: int, draws: list[int]) -> int:
         """Return the epoch of the source of `index` after `draws` from each source."""

@@ -13,13 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import (
-    OptimizerConfig,
-    ParamKey,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -129,11 +125,10 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=is_sharded(config),
     )
-    # Biases of all experts are one matrix, which Megatron would take for weights.
-    kinds: Any = get_standard_config_overrides(described) | {ParamKey("*_bias"): {"wd_mult": 0.0}}
-    optimizer: Any = get_megatron_optimizer(
-        described, [*ddps], kinds, use_gloo_process_groups=False
-    )
+    # The biases of all experts are one matrix, so the shape does not tell them from weights.
+    flat = ParamWithNamePredicate("flat", lambda x, name: x.ndim == 1 or name.endswith("bias"))
+    own: Any = {ParamKey(with_name_predicate=flat): {"wd_mult": 0.0}}
+    optimizer: Any = get_megatron_optimizer(described, [*ddps], own, use_gloo_process_groups=False)
     if config.optimizer == "sgd":  # Megatron calls this before it loads state, and sets none.
         for one in optimizer.chained_optimizers:
             one.init_state_fn = lambda *_: None

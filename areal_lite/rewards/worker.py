@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, SupportsFloat
 
 import msgspec
 
@@ -91,7 +91,7 @@ def execute(
 
 def _finite(reward: object) -> float | None:
     try:
-        value = float(reward) if hasattr(reward, "__float__") else math.nan  # text has none
+        value = float(reward) if isinstance(reward, SupportsFloat) else math.nan
     except Exception:  # too large for a float
         return None
     return value if math.isfinite(value) else None

@@ -90,7 +90,7 @@ def test_a_loss_that_is_not_of_tokens_is_refused():
     config = run_of(f"{MINE}mean")
     batch = make_batch(3)
     t, logprobs, entropy = tensors_of(batch, config, 1)
-    with pytest.raises(ValueError, match=r"my_losses:mean returned losses of the shape \[\], not"):
+    with pytest.raises(ValueError, match=r"my_losses:mean: return a loss of each token, not \[\]"):
         loss_in_parts(t, batch, logprobs, entropy, config, budget=9)
 
 
