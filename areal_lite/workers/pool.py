@@ -469,7 +469,7 @@ class WorkerPool:
             raise RuntimeError(self._unusable)
         try:
             packed = process.pack(body)
-        except UnicodeEncodeError as error:
+        except (UnicodeEncodeError, OverflowError) as error:  # half a pair, or 65 bits
             raise TaskFailed("exception", f"the text cannot be encoded: {error}") from None
         task = Task(
             number=next(self._numbers),

@@ -273,6 +273,21 @@ def test_a_workflow_gets_the_whole_row(model: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_row_that_no_message_can_carry_costs_its_episode(model: Path) -> None:
+    """JSON has integers of any size, as in the schema of a tool."""
+
+    async def main() -> None:
+        tools = [{"type": "function", "function": {"name": "f", "maximum": 2**64}}]
+        prompt = Prompt(prompt_id="p", tokens=[5], answer="", text="hi", tools=tools)
+        play = Play(0, [0], prompt, SamplingParams(50, 1.0, (0,)))
+        async with pool_of(model) as pool:
+            with pytest.raises(TaskFailed, match="cannot be encoded"):
+                await pool.play("row", play, [Servers().complete])
+            assert not (await outcome(pool, "fine", Servers()))[0].failure
+
+    asyncio.run(main())
+
+
 def test_an_episode_is_the_same_as_here(model: Path) -> None:
     async def main() -> None:
         servers = Servers()
