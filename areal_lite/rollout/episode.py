@@ -215,9 +215,12 @@ def _check(episode: Episode, trajectory: Any) -> None:
     if (reward := trajectory.reward) is not None:
         if not math.isfinite(reward):
             raise ValueError(f"the workflow set the reward {reward}, which is not finite")
-        trajectory.reward = float(reward)  # of a bool, too
+        trajectory.reward = float(reward)  # it may be a bool
     if not trajectory.check().num_sampled:
         raise ValueError("the workflow did not sample a single token from the policy")
+    tokens, size = trajectory.tokens, episode.params.vocab_size
+    if len(wrong := tokens[(tokens < 0) | (tokens >= size)]):
+        raise ValueError(f"token {wrong[0]} is not one of the model's {size}")
 
 
 class Transcript:
@@ -418,9 +421,8 @@ class Transcript:
         Raises ValueError for a token that the model lacks, which would end a server.
         """
         ids, count = np.asarray(tokens, np.int32), len(tokens)
-        size = self.episode.params.vocab_size
-        if len(wrong := ids[(ids < 0) | (ids >= size)]):
-            raise ValueError(f"token {wrong[0]} is not one of the model's {size}")
+        if (largest := ids.max(initial=0)) >= (size := self.episode.params.vocab_size):
+            raise ValueError(f"token {largest} is not one of the model's {size}")
         self._chunks.append(
             GenerationChunk(
                 tokens=ids,

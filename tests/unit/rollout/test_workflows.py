@@ -187,17 +187,25 @@ def test_turns_without_a_gap_are_one_turn(tokenizer) -> None:
     assert trajectory.turn_rewards == [7.0, 0.0]
 
 
-def test_a_token_below_zero_is_refused(tokenizer) -> None:
-    """Servers never see the last tokens of a trajectory, and the trainer would fail with them."""
+@pytest.mark.parametrize("token", [-100, 2**31])
+def test_a_token_that_the_model_lacks_is_refused(tokenizer, token: int) -> None:
+    """No server may have seen it, and the trainer would fail with it, again after each restart."""
 
     async def workflow(episode):
         transcript = Transcript(episode)
         await transcript.sample()
-        transcript.add_tokens([-100])
-        return transcript.trajectory()
+        trajectory = transcript.trajectory()
+        trajectory.tokens = trajectory.tokens.astype(np.int64)
+        trajectory.tokens[-1] = token
+        return trajectory
 
-    with pytest.raises(ValueError, match="token -100 is not one of the model's"):
-        play_one(tokenizer, workflow, chat_prompt(tokenizer), ["a"])
+    async def main() -> None:
+        async with playing(tokenizer, chat_prompt(tokenizer), ["a"]) as (episodes, _, _):
+            (episode,) = played(workflow, episodes)
+            with pytest.raises(WorkflowFailed, match=f"token {token} is not one of the model's"):
+                await episode
+
+    asyncio.run(main())
 
 
 def test_plain_prompts_get_plain_feedback(tokenizer, user_code) -> None:
