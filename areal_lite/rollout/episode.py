@@ -218,7 +218,10 @@ def _check(episode: Episode, trajectory: Any) -> None:
         trajectory.reward = float(reward)  # it may be a bool
     if not trajectory.check().num_sampled:
         raise ValueError("the workflow did not sample a single token from the policy")
-    tokens, size = trajectory.tokens, episode.params.vocab_size
+    _check_tokens(trajectory.tokens, episode.params.vocab_size)
+
+
+def _check_tokens(tokens: np.ndarray, size: int) -> None:
     if len(wrong := tokens[(tokens < 0) | (tokens >= size)]):
         raise ValueError(f"token {wrong[0]} is not one of the model's {size}")
 
@@ -421,8 +424,7 @@ class Transcript:
         Raises ValueError for a token that the model lacks, which would end a server.
         """
         ids, count = np.asarray(tokens, np.int32), len(tokens)
-        if (largest := ids.max(initial=0)) >= (size := self.episode.params.vocab_size):
-            raise ValueError(f"token {largest} is not one of the model's {size}")
+        _check_tokens(ids, self.episode.params.vocab_size)
         self._chunks.append(
             GenerationChunk(
                 tokens=ids,

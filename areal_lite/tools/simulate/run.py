@@ -276,8 +276,12 @@ class Summary:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers for a JSON file, rounded to four digits."""
-        text = json.dumps(asdict(self))
-        return json.loads(text, parse_float=lambda number: float(f"{float(number):.4g}"))
+        return rounded(asdict(self))
+
+
+def rounded(value: Any) -> Any:
+    """Round every number in a value of JSON to four digits."""
+    return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.4g}"))
 
 
 def summarize(outcome: Outcome) -> Summary:
