@@ -2,8 +2,10 @@
 
 import os
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,10 +15,12 @@ from areal_lite.config import (
     CorrectionConfig,
     CriticConfig,
     KLConfig,
+    ShapingConfig,
     TrainConfig,
     TrainerConfig,
 )
 from areal_lite.system.network import free_port
+from areal_lite.train_batch import TrainBatch
 from tests.ranks.processes import call_on_ranks
 from tests.ranks.test_step import batch, model  # noqa: F401
 
@@ -44,6 +48,14 @@ OBJECTIVES = {
         advantage=AdvantageConfig("gae", lam=0.95, whiten=True), critic=CriticConfig(lr=1e-2)
     ),
     "tb": AlgoConfig(loss="tb", kl=KLConfig(0.5)),
+    "turns": AlgoConfig(
+        advantage=AdvantageConfig(std="off", credit="turns"),
+        shaping=ShapingConfig(mask_truncated=True),
+    ),
+    "turns of a critic": AlgoConfig(
+        advantage=AdvantageConfig("gae", credit="turns", gamma=0.9, lam=0.9),
+        critic=CriticConfig(lr=1e-2),
+    ),
 }
 WHOLE = [0, 2, 1, 3]
 # The groups of each rank. Minibatch m of the step is the m-th of all ranks together.
@@ -52,6 +64,23 @@ LAYOUTS = {
     "data": ({"data_parallel": 2}, [[0, 1], [2, 3]]),
     "stages": ({"pipeline_parallel": 2}, [WHOLE, WHOLE]),
 }
+
+
+def conversations() -> TrainBatch:
+    """Make a batch of two turns a sequence that earned something, two traces, and cut answers."""
+    data, rng = batch(), np.random.default_rng(1)
+    for start, end in pairwise(data.cu_seqlens):
+        sampled = start + np.flatnonzero(data.versions[start:end] >= 0)
+        if len(sampled) > 2:
+            middle = sampled[len(sampled) // 2]
+            data.versions[middle], data.loss_mask[middle] = -1, False
+            data.behavior_logprobs[middle] = 0
+    earned = rng.normal(0, 0.1, len(data.tokens)) * data.loss_mask
+    data.turn_rewards = earned.astype(np.float32)
+    data.rewards[:] = 2 * np.add.reduceat(earned, data.cu_seqlens[:-1])
+    data.truncated[::5] = True
+    data.sample_indices[:], data.trace_indices[:] = [0, 1, 1] * 4, [0, 0, 1] * 4
+    return data
 
 
 def worker(rank: int, layout: str, folder: str, model_path: str, port: int) -> None:
@@ -66,17 +95,17 @@ def worker(rank: int, layout: str, folder: str, model_path: str, port: int) -> N
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    data = batch()
-    share = data.select(
-        [
-            i
-            for group in groups[rank]
-            for i in range(data.num_sequences)
-            if data.group_ids[i] == group
-        ]
-    )
     results = {}
     for name, algo in OBJECTIVES.items():
+        data = conversations() if name.startswith("turns") else batch()
+        share = data.select(
+            [
+                i
+                for group in groups[rank]
+                for i in range(data.num_sequences)
+                if data.group_ids[i] == group
+            ]
+        )
         trainer = TrainerConfig(
             steps=10,
             lr=1e-3,
