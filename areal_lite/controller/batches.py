@@ -243,7 +243,7 @@ class Batches:
             replay = {
                 "replay_prompts": len(queue),
                 "replay_trajectories": queue.num_trajectories,
-                "replay_distinct_correct": float(np.mean(correct)),
+                "replay_distinct_correct": sum(correct) / max(len(correct), 1),
             }
         return {
             **batch_stats(groups, step, bound),

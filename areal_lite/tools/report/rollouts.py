@@ -1,4 +1,4 @@
-"""Trajectories with their text: chosen groups for the page (CHOICE), others for the terminal."""
+"""Trajectories with their text: chosen groups on the page, filtered ones in the terminal."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
