@@ -278,7 +278,7 @@ class PolicyObjective(Objective):
         self, batch: FlatBatch, rewards: Tensor, turns: advantages.Turns, reduce: Reduce
     ) -> Tensor:
         """Divide the shaped rewards of sequences among their turns: float64 [k]."""
-        # A deviation that is only rounding would make a signal of equal rewards.
+        # In float32, sums of credits differ by rounding, which a deviation would make a signal of.
         earned = batch.earned
         if earned is not None:
             earned = self.algo.shaping.scale * earned.double()

@@ -238,7 +238,7 @@ class Batches:
         names = [source.name for source in self.dispatcher.sampler.sources]
         replay = {}
         if isinstance(queue, ReplayBuffer):
-            # Of episodes that differ.
+            # All episodes of a prompt in the buffer differ.
             correct = [sum(episode_reward(e) > 0 for e in episodes) for episodes in queue]
             replay = {
                 "replay_prompts": len(queue),

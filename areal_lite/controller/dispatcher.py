@@ -186,7 +186,7 @@ class Dispatcher:
         self._consecutive_filtered = 0
         # Set when something changed that `run` may be waiting for.
         self._wake = asyncio.Event()
-        # Of the group that was drawn last: set once the store gets its row.
+        # Set once the store gets the row of the group that was drawn last.
         self._stored: asyncio.Event | None = None
 
     def recover(self, store: Store, step: int, version: int, trainer_runs: bool = False) -> None:

@@ -227,7 +227,7 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        # Over the steps, of which old ones fade: 1, rows, seconds, rows², rows · seconds.
+        # Sums over the steps, old steps fading: 1, rows, seconds, rows², rows · seconds.
         self._sums = np.zeros(5)
 
     def note(self, rows: int, seconds: float) -> None:

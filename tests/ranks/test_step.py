@@ -377,7 +377,7 @@ def test_both_passes_of_a_step_replay_the_routes_of_its_batch(tmp_path):
 
 
 def test_no_bias_and_no_norm_is_decayed(tmp_path):
-    """gpt-oss has biases everywhere, those of all experts in one matrix."""
+    """Decay no bias of gpt-oss, whose experts keep their biases in one matrix."""
     out = tmp_path / "gpt_oss"
     sizes = dict(hidden_size=32, num_layers=1, head_dim=8, mlp_size=64, num_experts=4)
     make_model(MakeModelConfig(out=str(out), architecture="gpt_oss", tie_embeddings=False, **sizes))

@@ -49,7 +49,7 @@ def test_only_sequences_of_the_current_version_are_compared() -> None:
 
 
 def test_interpolated_log_probs_say_nothing_about_the_trainer() -> None:
-    """Those of fresh tokens are the server's own, so they would always agree."""
+    """Compare nothing: for fresh tokens they are the server's own, and would always agree."""
     batch = TrainBatch.from_trajectories([sequence([5, 5], 5, 0.25)])
     config = TrainConfig(model="m", algo=AlgoConfig(prox="loglinear"))
     agreement = LogprobAgreement(config)
