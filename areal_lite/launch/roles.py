@@ -292,7 +292,7 @@ def interruptible() -> Iterator[None]:
     """Turn SIGINT, SIGTERM and SIGHUP into a KeyboardInterrupt, which unwinds through every `with`.
 
     Python's own handler for SIGINT is not enough: a shell starts background commands with SIGINT
-    ignored.
+    ignored. Only `nohup` makes a command ignore SIGHUP, and that stays so.
     """
 
     def interrupt(*_: object) -> None:
@@ -329,7 +329,9 @@ def stopped_by_hand(run_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handled(handler: Callable[[int, Any], None], *signals: int) -> Iterator[None]:
-    previous = {number: signal.signal(number, handler) for number in signals}
+    under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    caught = [number for number in signals if number != signal.SIGHUP or not under_nohup]
+    previous = {number: signal.signal(number, handler) for number in caught}
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from areal_lite.config import TrainConfig, TrainerConfig
 from areal_lite.launch import local
-from areal_lite.launch.roles import Roles, RunMoved
+from areal_lite.launch.roles import Roles, RunMoved, interruptible, stopped_by_hand
 from areal_lite.system.files import write_atomically
 from areal_lite.system.processes import tail
 
@@ -118,3 +119,16 @@ def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
         file.write(b"one\ntwo\n")
     assert tail(log, 3) == "earlier start\none\ntwo"
     assert tail(log, 3, start) == "one\ntwo" and tail(log, 1, start) == "two"
+
+
+def test_nohup_keeps_a_run_alive_when_its_terminal_closes(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interruptible(), stopped_by_hand(tmp_path):
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with interruptible(), stopped_by_hand(tmp_path), pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
