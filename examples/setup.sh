@@ -8,7 +8,9 @@
 # Install the package with the extras `areal_lite_setup ROOT [EXTRA]`, unless that was done before.
 areal_lite_setup() {
   local root=$1 extras=cpu stamp
-  [ -x "$root/.venv/bin/python" ] || areal_lite_make_venv "$root" || return 1
+  # `venv` writes `activate` last.
+  [[ -x $root/.venv/bin/python && -e $root/.venv/bin/activate ]] ||
+    areal_lite_make_venv "$root" || return 1
   # shellcheck disable=SC1091 # the file does not exist before the first run
   . "$root/.venv/bin/activate"
   if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then

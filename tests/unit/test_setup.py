@@ -121,6 +121,16 @@ def test_the_size_is_said_before_where_no_index_of_cpu_builds_answers(machine: M
     assert said.startswith(f"setup: {INDEX} does not answer") and " GB to download" in said
 
 
+MAKES_VENV = """case "$*" in "-m venv "*) echo "PATH=$3/bin:$PATH" > "$3/bin/activate";; esac"""
+
+
+def test_an_environment_that_was_cut_short_is_made_again(machine: Machine) -> None:
+    (machine.root / ".venv/bin/activate").unlink()
+    machine.put("python3", MAKES_VENV)
+    installed, said = machine.set_up()
+    assert len(installed) == 3 and said.startswith(f"setup: making {machine.root}/.venv")
+
+
 def test_nothing_is_installed_twice(machine: Machine) -> None:
     assert machine.set_up("test")[0]
     assert machine.set_up("test") == ([], "") == machine.set_up()
