@@ -67,9 +67,9 @@ areal_lite_pip() {
 }
 
 areal_lite_make_venv() {
-  local root=$1 python=${PYTHON:-} candidate
-  for candidate in ${python:-python3 python3.12 python3.11 python3.13}; do
-    python=$candidate
+  local root=$1 python candidates=(python3 python3.12 python3.11 python3.13)
+  [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+  for python in "${candidates[@]}"; do
     "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null &&
       break
     python=

@@ -28,6 +28,7 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.root, self.path, self.log = folder / "checkout", folder / "bin", folder / "log"
+        self.environment: dict[str, str] = {}
         self.path.mkdir()
         programs = self.root / ".venv" / "bin"
         programs.mkdir(parents=True)
@@ -56,7 +57,7 @@ class Machine:
         command = f'. {ROOT}/examples/setup.sh; areal_lite_setup "$@"'
         done = subprocess.run(
             [str(self.path / "bash"), "-c", command, "bash", str(self.root), *extra],
-            env={"PATH": str(self.path), "AREAL_LITE_TORCH_INDEX": INDEX},
+            env={"PATH": str(self.path), "AREAL_LITE_TORCH_INDEX": INDEX, **self.environment},
             capture_output=True,
             text=True,
             timeout=60,
@@ -129,6 +130,14 @@ def test_an_environment_that_was_cut_short_is_made_again(machine: Machine) -> No
     machine.put("python3", MAKES_VENV)
     installed, said = machine.set_up()
     assert len(installed) == 3 and said.startswith(f"setup: making {machine.root}/.venv")
+
+
+def test_the_path_of_the_interpreter_may_have_spaces(machine: Machine, tmp_path: Path) -> None:
+    (machine.root / ".venv/bin/activate").unlink()
+    (own := tmp_path / "my tools").mkdir()
+    machine.put("python3", MAKES_VENV, own)
+    machine.environment["PYTHON"] = str(own / "python3")
+    assert len(machine.set_up()[0]) == 3
 
 
 def test_nothing_is_installed_twice(machine: Machine) -> None:
