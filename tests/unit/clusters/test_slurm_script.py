@@ -252,6 +252,18 @@ def test_shellcheck_finds_nothing(tmp_path, job):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_path_of_the_interpreter_may_have_spaces(tmp_path):
+    made = config(2, 8, 8)
+    made.cluster.python = "/my tools/python"
+    for name, call in steps_of(render(made, RUN, WORK), tmp_path).items():
+        if name == "servers":
+            shell = call[call.index("bash") :]
+            assert shell[1] == "-c" and shell[3:] == [made.cluster.python, str(RUN)]
+            assert shell[2].startswith('exec "$0" -m areal_lite.launch.server_pool "$1" ')
+        else:
+            assert made.cluster.python in call
+
+
 def test_the_run_directory_has_the_configuration_of_training(tmp_path):
     made = config(2, 8, 8)
     made.run_dir = str(tmp_path / "run")
