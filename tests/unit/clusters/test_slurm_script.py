@@ -148,6 +148,25 @@ def test_a_failed_job_is_requeued_if_it_saved_a_checkpoint(tmp_path, new_checkpo
     assert (tmp_path / "requeued").exists() == new_checkpoint
 
 
+@pytest.mark.parametrize("new_checkpoint", [False, True])
+def test_a_damaged_checkpoint_does_not_count(tmp_path, new_checkpoint):
+    """The step `begin` renames it. What a later start saves has a lower number."""
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for name in ("step-8", "step-20.damaged" if new_checkpoint else "step-20"):
+        (checkpoints / name).mkdir(parents=True)
+        (checkpoints / name / CHECKPOINT_MARKER).touch()
+    new = checkpoints / "step-12"
+    save = f"mkdir {new}; touch {new / CHECKPOINT_MARKER}; " if new_checkpoint else ""
+    srun = (
+        f'[[ "$*" == *prepare* ]] && {{ mv {checkpoints}/step-20{{,.damaged}}; exit 0; }}\n'
+        f'[[ "$*" == *controller* ]] && {{ {save}exit 3; }}\n'
+        "sleep 1"
+    )
+    text = render(config(2, 8, 8), tmp_path / "run", WORK)
+    assert run_by_bash(text, tmp_path, srun) == 3
+    assert (tmp_path / "requeued").exists() == new_checkpoint
+
+
 @pytest.mark.parametrize("role", ["trainer.loop", "controller"])
 @pytest.mark.parametrize("failures, status", [(1, 0), (2, 0), (3, 4)])
 def test_a_role_that_fails_after_a_step_is_started_again(tmp_path, role, failures, status):
