@@ -187,6 +187,24 @@ def test_a_role_that_fails_after_a_step_is_started_again(tmp_path, role, failure
     assert len((run / "metrics.jsonl").read_text()) == min(failures + 1, 3)
 
 
+@pytest.mark.parametrize("steps, starts", [([9, 7, 12], 3), ([9, 4], 2), ([9, 9], 2)])
+def test_a_trainer_goes_back_to_its_checkpoint_when_it_starts_again(tmp_path, steps, starts):
+    """The checkpoint is of step 4. `steps` are those that each start has at its end."""
+    run = tmp_path / "run"
+    (checkpoint := run / "checkpoints" / "step-4").mkdir(parents=True)
+    (checkpoint / CHECKPOINT_MARKER).touch()
+    made = config(2, 8, 8)
+    made.restart.max = 2
+    log = f"seq $(echo {' '.join(map(str, steps))} | cut -d ' ' -f $n) > {run}/metrics.jsonl"
+    srun = (
+        '[[ "$*" == *prepare* ]] && exit 0\n'
+        f'[[ "$*" == *trainer.loop* ]] || {{ sleep 2; exit 0; }}\n'
+        f"echo >> {run}/starts; n=$(wc -l < {run}/starts); {log}; exit 4"
+    )
+    assert run_by_bash(render(made, run, WORK), tmp_path, srun) == 4
+    assert len((run / "starts").read_text()) == starts
+
+
 @pytest.mark.parametrize("reason", ["no step", "stopped"])
 def test_a_role_is_not_started_again_in_vain(tmp_path, reason):
     run = tmp_path / "run"
