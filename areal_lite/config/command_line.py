@@ -81,7 +81,7 @@ def as_overrides(settings: Mapping[str, Any]) -> list[str]:
     (`"schedule": "sync"`), as on the command line.
     """
     named = flat(settings).items()
-    return [f"{key}={_text_of(value)}" for key, value in named if value != {}]
+    return [f"{key}={_text_of(value)}" for key, value in named if key]  # no key: no settings
 
 
 def _text_of(value: Any) -> str:

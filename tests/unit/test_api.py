@@ -12,6 +12,7 @@ import pytest
 import areal_lite
 from areal_lite import api
 from areal_lite.config import DataConfig, RewardConfig, RolloutConfig, TrainConfig, TrainerConfig
+from areal_lite.config.command_line import as_overrides
 from areal_lite.run_dir.metrics import append_event
 
 SETTINGS = {
@@ -99,6 +100,16 @@ def test_a_list_and_a_dictionary_are_the_same(model: str, tmp_path: Path, launch
         rollout=RolloutConfig(group_size=4),
     )
     assert launched[0] == launched[1] == whole
+
+
+def test_an_empty_dictionary_is_a_value(model: str, tmp_path: Path, launched) -> None:
+    """A source or a task that has no settings of its own exists all the same."""
+    given = {"model": model, "run_dir": str(tmp_path / "run"), "+task": "addition", "trainer": {}}
+    sources = {"sums": {}, "long": {"args": {"max_digits": 4}}}
+    areal_lite.train(given | {"data.sources": sources, "server.args": {"a": {}}}, print)
+    (config,) = launched
+    assert config.data.sources == sources and config.server.args == {"a": {}}
+    assert as_overrides({}) == []
 
 
 def test_what_the_configuration_refers_to_is_resolved(
