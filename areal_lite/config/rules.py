@@ -5,6 +5,7 @@ A broken rule is a ValueError of one line that names the keys, their values and 
 launch/preflight.py checks what rules cannot: the machine, files, and imported functions.
 """
 
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,21 @@ from areal_lite.system.network import LOOPBACK, NODE
 
 # SGLang ends a server whose scheduler makes no step for this many seconds, even a paused one.
 _SERVER_WATCHDOG_S = 300.0
+_COUNT = (lambda value: type(value) is int and value >= 1), "an integer from 1"
+# Options of SGLang that are computed with: whether a value, which is not null, is right.
+_SERVER_ARGS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "mem_fraction_static": (
+        lambda value: type(value) in (int, float) and 0 < value <= 1,
+        "more than 0 and at most 1",
+    ),
+    "max_running_requests": _COUNT,
+    "max_total_tokens": _COUNT,
+    "watchdog_timeout": (
+        lambda value: type(value) in (int, float) and value > 0,
+        "a number of seconds above 0",
+    ),
+    "speculative_algorithm": (lambda value: isinstance(value, str), "a name"),
+}
 CLIPPED_LOSSES = ("ppo", "gspo", "cispo")
 _MAX_STOP_CHARACTERS = 1000
 _LEAST_TEMPERATURE = 0.001  # the trainer divides by it
@@ -57,13 +73,9 @@ def _check_server(server: ServerConfig) -> None:
             f"server.host={server.host} is reachable from outside: put a key into an environment "
             "variable NAME and set server.api_key='${oc.env:NAME}', or use 127.0.0.1"
         )
-    share, running = server.mem_fraction, server.max_running_requests
-    if share is not None and not (isinstance(share, float | int) and 0 < share <= 1):
-        raise ValueError(
-            f"server.args.mem_fraction_static={share}: must be more than 0 and at most 1"
-        )
-    if running is not None and not (isinstance(running, int) and running >= 1):
-        raise ValueError(f"server.args.max_running_requests={running}: must be an integer from 1")
+    for key, (is_right, wanted) in _SERVER_ARGS.items():
+        if (value := server.args.get(key)) is not None and not is_right(value):
+            raise ValueError(f"server.args.{key}={value}: must be {wanted}")
 
 
 def check_stop(key: str, stop: list[Any]) -> None:
@@ -322,7 +334,7 @@ def check_push(config: TrainConfig) -> None:
             "and servers that add adapters by themselves may round otherwise: leave one out"
         )
     _check_turns(config)
-    watchdog_s = args.get("watchdog_timeout", _SERVER_WATCHDOG_S)
+    watchdog_s = args.get("watchdog_timeout") or _SERVER_WATCHDOG_S
     if sync.timeout_s >= watchdog_s:
         raise ValueError(
             f"sync.timeout_s={sync.timeout_s:g} must be less than the {watchdog_s:g} s after which "

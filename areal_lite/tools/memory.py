@@ -428,7 +428,7 @@ def share_gpu(config: TrainConfig, hf: PretrainedConfig, size: int) -> SharedGpu
     weights = num_parameters(hf) * _SERVING_ITEMSIZE // ranks
     kv_cache = max(int(server_part * size) - weights, 0)
     tokens = kv_cache // kv_bytes_per_token(hf, _SERVING_ITEMSIZE, ranks)
-    tokens = min(tokens, config.server.args.get("max_total_tokens", tokens))
+    tokens = min(tokens, config.server.args.get("max_total_tokens") or tokens)
     rest, trainer_share = 2 * CUDA_CONTEXT + _server_working(config, hf), int(trainer_part * size)
     if config.server.takes_turns:
         trainer_share = size - rest

@@ -247,7 +247,7 @@ def server_speed(config: SimulateConfig) -> ServerSpeed:
         per_sequence_s=2 * shape.active / arithmetic,
         per_context_s=shape.kv_bytes / bandwidth,
         prefill_s=_PREFILL_PASSES * shape.active / arithmetic,
-        kv_tokens=config.server.args.get("max_total_tokens", free / shape.kv_bytes),
+        kv_tokens=config.server.args.get("max_total_tokens") or free / shape.kv_bytes,
         max_running=config.server.max_running_requests or 2**31,
     )
 

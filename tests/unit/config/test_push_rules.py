@@ -3,7 +3,7 @@
 import pytest
 
 from areal_lite.config import LoraConfig, ServerConfig, SyncConfig, TrainConfig, TrainerConfig
-from areal_lite.config.rules import check_push
+from areal_lite.config.rules import check_push, check_rules
 
 WITH_ADAPTERS = TrainerConfig(lora=LoraConfig(rank=4))
 
@@ -63,6 +63,23 @@ WITH_ADAPTERS = TrainerConfig(lora=LoraConfig(rank=4))
 def test_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         check_push(TrainConfig(model="m", **settings))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("mem_fraction_static", True, "must be more than 0 and at most 1"),
+        ("max_running_requests", True, "must be an integer from 1"),
+        ("max_total_tokens", "many", "must be an integer from 1"),
+        ("watchdog_timeout", "900 s", "must be a number of seconds above 0"),
+        ("watchdog_timeout", 0, "must be a number of seconds above 0"),
+        ("speculative_algorithm", True, "must be a name"),
+    ],
+)
+def test_an_option_of_a_wrong_type_is_refused(key, value, message):
+    with pytest.raises(ValueError, match=f"server.args.{key}={value}: {message}"):
+        check_rules(TrainConfig(model="m", server=ServerConfig(args={key: value})))
+    check_rules(TrainConfig(model="m", server=ServerConfig(args={key: None})))  # not set
 
 
 def test_accepted():
