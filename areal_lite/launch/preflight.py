@@ -40,7 +40,7 @@ from areal_lite.run_dir.metrics import tracker_class
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, CONFIG_FILE, METRICS_FILE, STORE_FILE
 from areal_lite.system.files import read_json
 from areal_lite.system.gpus import check_cuda, resolve_device
-from areal_lite.system.network import NODE
+from areal_lite.system.network import NODE, free_port
 
 _RUN_FILES = (CONFIG_FILE, METRICS_FILE, STORE_FILE, CHECKPOINTS_DIR)
 # What a run that continues keeps: what decides which prompts are drawn, and in which order.
@@ -151,6 +151,7 @@ def _training(config: TrainConfig) -> None:
             raise ValueError(f"eval.sets: {path}: no such file")
     if config.server.host != NODE:  # otherwise the run's GPUs are not this machine's
         place_run(config)
+        _check_host(config.server.host)
         _weight_folder(config)
     if config.debug != "off":
         if (half := load(DEBUG_MODES, config.debug_mode)) is None:
@@ -273,6 +274,16 @@ def _check_speculation(algorithm: str, server: ServerConfig, model: str | None) 
             f"{key}: model={model} has gated delta nets, whose state cannot go back to the token "
             "before a wrong draft: remove it"
         )
+
+
+def _check_host(host: str) -> None:
+    """Check that servers can listen at an address of this machine."""
+    try:
+        free_port(host)
+    except (OSError, UnicodeError) as error:  # a name too long for the resolver
+        raise ValueError(
+            f"server.host={host}: {error}; choose an IPv4 address of this machine, or node"
+        ) from None
 
 
 def _weight_folder(config: TrainConfig) -> None:

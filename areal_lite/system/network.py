@@ -18,8 +18,17 @@ _PORTS = range(20000, 32768)
 
 
 def listen_address(host: str) -> str:
-    """Return `server.host` as an address. For `node` it is the address of this machine's name."""
-    return socket.gethostbyname(socket.gethostname()) if host == NODE else host
+    """Return `server.host` as an address. For `node` it is the address of this machine's name.
+
+    Raises OSError, which names the machine, when that has none.
+    """
+    if host != NODE:
+        return host
+    try:
+        return socket.gethostbyname(name := socket.gethostname())
+    except OSError as error:
+        reason = f"{name}, the name of this machine, has no address: add it to /etc/hosts"
+        raise OSError(error.errno, f"{reason} ({error.strerror})") from None
 
 
 def address_towards(urls: Iterable[str]) -> str:

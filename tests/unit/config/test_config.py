@@ -144,6 +144,7 @@ def test_every_recipe_cites_its_paper_and_the_code_it_was_read_from(preset):
         ("trainer.lr=nan", "trainer.lr=nan: must be at least 1e-12"),
         ("server.count=70000", "server.count=70000: must be at least 1 and at most 1024"),
         ("trainer.lr", "trainer.lr has no value: write trainer.lr=…"),
+        ("server.host=::1", "choose an IPv4 address of this machine, or node"),
         ("debug=some", "debug=some: choose one of off, train_only"),
         ("debug=train_only", "debug=train_only has no servers: set eval.problems=0"),
     ],
