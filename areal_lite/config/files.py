@@ -3,7 +3,6 @@
 The file is complete at any time, and private: it may hold a key.
 """
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import is_dataclass
@@ -38,7 +37,9 @@ def save_config(config: Any, run_dir: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         number = 1 + len(list(path.parent.glob("config-*.yaml")))
-        os.link(path, path.with_name(f"config-{number}.yaml"))
+        while (kept := path.with_name(f"config-{number}.yaml")).exists():
+            number += 1
+        write_atomically(kept, path.read_bytes(), private=True)
     write_atomically(path, OmegaConf.to_yaml(OmegaConf.structured(config)), private=True)
     return path
 

@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 
 from areal_lite import extensions
 from areal_lite.cli import main, run_command
-from areal_lite.config import TrainConfig, find_command, load_config, save_config
+from areal_lite.config import TrainConfig, find_command, load_config, save_config, stored_settings
 from areal_lite.config.command_line import compose_config, config_dir
 from areal_lite.launch.preflight import check_config
 from areal_lite.quickstart.command import SftConfig
@@ -297,6 +297,18 @@ def test_config_comes_back_from_a_run_directory(tmp_path):
     assert load_config(tmp_path) == config
     with pytest.raises(ValueError, match="config.yaml"):
         load_config(tmp_path, SftConfig)
+
+
+def test_earlier_configurations_are_kept_on_any_file_system(tmp_path, monkeypatch):
+    """Some have no hard links. A user may have removed an earlier configuration."""
+    monkeypatch.setattr("os.link", lambda *_: pytest.fail("a hard link"))
+    for seed in (1, 2, 3):
+        save_config(TrainConfig(model="m", seed=seed), tmp_path)
+    (tmp_path / "config-1.yaml").unlink()
+    save_config(TrainConfig(model="m", seed=4), tmp_path)
+    names = ("config-2.yaml", "config-3.yaml", "config.yaml")
+    assert [stored_settings(tmp_path, name)["seed"] for name in names] == [2, 3, 4]
+    assert (tmp_path / "config-3.yaml").stat().st_mode & 0o777 == 0o600, "it may hold a key"
 
 
 @pytest.mark.parametrize("safe_path", [False, True])
