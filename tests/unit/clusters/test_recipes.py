@@ -58,6 +58,8 @@ def test_roles_on_several_nodes_fit_together() -> None:
     controller, servers, trainer = (
         jobs[f"areal-lite-{role}"] for role in ("controller", "servers", "trainer")
     )
+    for job in (controller, servers, trainer):
+        assert job["podReplacementPolicy"] == "Failed", "two pods of a role would work at a time"
     download, prepare = controller["template"]["spec"]["initContainers"]
     words = [*prepare["command"], *prepare["args"]]
     config = settings_of([word for word in words if word != "--prepare"])
