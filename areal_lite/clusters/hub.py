@@ -168,7 +168,7 @@ def main() -> int:
     die_with_parent()
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("run_dir")
-    parser.add_argument("port", type=int)
+    parser.add_argument("port", type=run_files.port)
     parser.add_argument("address", nargs="?", help="to listen on; this machine's own by default")
     options = parser.parse_args()
 

@@ -81,10 +81,13 @@ class HubClient:
             self._socket.send(msgspec.msgpack.encode(call))
             if self._socket.poll(int(1000 * _ASK_AGAIN_S)):
                 break
-            waited = time.monotonic() - started
-            log.warning("waited %.0f s for the hub at %s", waited, self._address)
+            waited = (
+                f"waited {time.monotonic() - started:.0f} s for the hub at {self._address}: does "
+                f"it run there, with the same {run_files.ENV_KEY}?"
+            )
+            log.warning("%s", waited)
             if time.monotonic() > self.give_up_at:
-                raise TimeoutError(f"waited {waited:.0f} s for the hub at {self._address}")
+                raise TimeoutError(waited)
         reply = msgspec.msgpack.decode(self._socket.recv(), type=run_files.Reply)
         if reply.error:
             raise HubRefused(f"the hub at {self._address}: {reply.error}")
@@ -339,11 +342,19 @@ def stop(child: subprocess.Popen, trains_in: Path | None) -> None:
     (trains_in / STOP_FILE).touch()
 
 
+def address(text: str) -> str:
+    """Return the address of a hub. Raises ValueError for what is none."""
+    host, _, port = text.rpartition(":")
+    if run_files.port(port) and host and not set(":/") & set(host):
+        return text
+    raise ValueError(text)
+
+
 def main() -> int:
     """Join a run. Returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder")
-    parser.add_argument("hub", metavar="HOST:PORT")
+    parser.add_argument("hub", metavar="HOST:PORT", type=address)
     parser.add_argument("role", choices=("servers", "trainer"))
     parser.add_argument("arguments", nargs="...", help="FIRST COUNT, or options of torchrun")
     options = parser.parse_args()

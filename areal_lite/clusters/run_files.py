@@ -105,6 +105,13 @@ def key_pair() -> tuple[bytes, bytes]:
     return zmq.curve_public(secret), secret
 
 
+def port(text: str) -> int:
+    """Return a port, of which ZeroMQ would only use 16 bits. Raises ValueError for what is none."""
+    if 0 < (number := int(text)) < 1 << 16:
+        return number
+    raise ValueError(text)
+
+
 def files_of(folder: Path, part: Part) -> Files:
     """Return the files of a run directory that are its state, or its records."""
     return {

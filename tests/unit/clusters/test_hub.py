@@ -290,7 +290,7 @@ def test_nobody_without_the_key_is_heard(served, monkeypatch) -> None:
     monkeypatch.setattr("areal_lite.clusters.join._ASK_AGAIN_S", 0.2)
     client = served.client()
     client.give_up_at = time.monotonic()
-    with pytest.raises(TimeoutError, match="for the hub at"):
+    with pytest.raises(TimeoutError, match="for the hub at .* with the same AREAL_LITE_KEY"):
         client.ask("look", Part.STATE)
     monkeypatch.setenv(run_files.ENV_KEY, "short")
     with pytest.raises(ValueError, match="openssl rand"):
@@ -353,7 +353,9 @@ def test_a_full_disk_at_the_hub_delays_a_file(served, tmp_path, monkeypatch) -> 
 @pytest.mark.parametrize(
     "words",
     [["hub"], ["hub", "run", "x"], ["join", "here", "a:1"], ["join", "here", "a:1", "controller"]]
-    + [["join", "here", "a:1", "servers", "0"], ["join", "here", "a:1", "servers", "0", "all"]],
+    + [["join", "here", "a:1", "servers", "0"], ["join", "here", "a:1", "servers", "0", "all"]]
+    + [["join", "here", to, "trainer"] for to in ("a", "a:0", "a:70000", "http://a:7000", ":1")]
+    + [["hub", "run", "70000"]],
 )
 def test_wrong_words_are_refused_before_anything_starts(words, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", words)
