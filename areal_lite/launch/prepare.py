@@ -15,6 +15,7 @@ controller listen on their machine's own address. To start the roles of a run ag
 It then resumes from its newest checkpoint.
 """
 
+import argparse
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -69,6 +70,7 @@ def begin(run_dir: Path) -> int:
 
     Returns 0, or COMPLETE when no steps are left. Raises ValueError while the run is going on.
     """
+    load_config(run_dir)  # otherwise there is no run, and the lock would make its folder
     with resume.lock_run_dir(run_dir):
         return _begin(run_dir)
 
@@ -100,9 +102,13 @@ def health(run_dir: Path) -> int:
 
 def main() -> int:
     """Run a step of a run whose roles are started one by one. Returns the exit status."""
-    step = {"begin": begin, "end": end, "health": health}[sys.argv[1]]
+    steps = {"begin": begin, "end": end, "health": health}
+    parser = argparse.ArgumentParser(description="Begin or end a run, or ask after its servers.")
+    parser.add_argument("step", choices=steps)
+    parser.add_argument("run_dir", type=Path)
+    words = parser.parse_args()
     try:
-        return step(Path(sys.argv[2]))
+        return steps[words.step](words.run_dir)
     except (ValueError, OSError) as error:
         print(f"areal-lite: {error}", file=sys.stderr)
         return 1

@@ -12,6 +12,7 @@ As a module it runs servers of a run that was started elsewhere (prepare.py), on
 process sees. With `until-end` they end when the trainer has ended well, and free their GPUs.
 """
 
+import argparse
 import asyncio
 import fcntl
 import logging
@@ -498,15 +499,20 @@ async def supervise_until_end(pool: ServerPool, run_dir: Path) -> None:
 def main() -> int:
     """Run some servers of a run that was started elsewhere. Returns the exit status."""
     die_with_parent()
-    run_dir, first, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    parser = argparse.ArgumentParser(description="Run some servers of a run.")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("first", type=int, help="the number of the first server")
+    parser.add_argument("count", type=int)
+    parser.add_argument("until", nargs="?", choices=["until-end"], help="of the run")
+    words = parser.parse_args()
+    run_dir, numbers = words.run_dir, range(words.first, words.first + words.count)
     try:
         with interruptible():
-            pool = pool_beside(load_config(run_dir), run_dir, range(first, first + count))
-            until_end = sys.argv[4:] == ["until-end"]
-            asyncio.run(supervise_until_end(pool, run_dir) if until_end else pool.supervise())
+            pool = pool_beside(load_config(run_dir), run_dir, numbers)
+            asyncio.run(supervise_until_end(pool, run_dir) if words.until else pool.supervise())
     except KeyboardInterrupt:
         return 130
-    except (RuntimeError, TimeoutError, ValueError) as error:
+    except (RuntimeError, OSError, ValueError) as error:
         logging.error("%s", error)
         return 1
     return 0
