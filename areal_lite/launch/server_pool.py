@@ -15,6 +15,7 @@ process sees. With `until-end` they end when the trainer has ended well, and fre
 import argparse
 import asyncio
 import fcntl
+import json
 import logging
 import math
 import os
@@ -112,16 +113,17 @@ def server_command(
 
 
 def _arguments(flags: dict[str, Any]) -> list[str]:
-    """Write flags: {tp_size: 8, sleep_on_idle: True, x: None} as --tp-size 8 --sleep-on-idle."""
+    """Write flags: {tp_size: 8, sleep_on_idle: True, x: None} as --tp-size 8 --sleep-on-idle.
+
+    A mapping is JSON, as in --json-model-override-args.
+    """
     argv: list[str] = []
     for name, value in flags.items():
         if value is None or value is False:
             continue
         argv.append("--" + name.replace("_", "-"))
-        if isinstance(value, (list, tuple)):
-            argv += [str(item) for item in value]
-        elif value is not True:
-            argv.append(str(value))
+        values = value if isinstance(value, (list, tuple)) else [] if value is True else [value]
+        argv += [json.dumps(one) if isinstance(one, dict) else str(one) for one in values]
     return argv
 
 

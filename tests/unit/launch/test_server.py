@@ -1,6 +1,7 @@
 """The command of a server, its process and its announcement, without a model or SGLang."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -110,6 +111,14 @@ def test_args_of_the_user_win():
         and "sleep-on-idle" not in got
     )
     assert argv[argv.index("--lora-paths") + 1 :][:2] == ["a", "b"]
+
+
+def test_mappings_are_json_as_sglang_reads_them():
+    overrides = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "tie": True, "no": None}
+    args = {"json_model_override_args": overrides, "lora_paths": [{"lora_name": "a"}]}
+    argv, _ = server_command(ServerConfig(device="cpu", args=args), "m", 1, 1)
+    assert json.loads(argv[argv.index("--json-model-override-args") + 1]) == overrides
+    assert json.loads(argv[argv.index("--lora-paths") + 1]) == {"lora_name": "a"}
 
 
 def test_a_key_is_on_no_command_line():
