@@ -83,6 +83,7 @@ def _begin(run_dir: Path) -> int:
         return COMPLETE
     resume.remove_files(run_dir)
     forget_after(run_dir, version)
+    (run_dir / CONFIG_FILE).touch()  # its time is that of this start
     return 0
 
 
