@@ -113,7 +113,10 @@ def keys_of(schema: type) -> dict[str, Any]:
 
 
 def _check_containers(config: Any) -> None:
-    """Check that lists, dicts and sections are that: OmegaConf lets `${key}` be anything there."""
+    """Check that lists, dicts and sections are that: OmegaConf lets `${key}` be anything there.
+
+    It lets an item of `list[str]` be a list or a dict, too.
+    """
     for key, kind in keys_of(type(config)).items():
         options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
         kinds = tuple(get_origin(option) or option for option in options)
@@ -121,6 +124,9 @@ def _check_containers(config: Any) -> None:
         containers = any(one in (list, dict) or is_dataclass(one) for one in kinds)
         if containers and not isinstance(value, kinds):
             raise ValueError(f"{key}={value}: write its items, not a reference to a value")
+        simple = get_origin(kind) is list and get_args(kind) != (Any,)
+        if simple and any(isinstance(item, list | dict) for item in value):
+            raise ValueError(f"{key}={value}: a list of single values has no inner brackets")
 
 
 def check_fields(config: Any) -> None:
