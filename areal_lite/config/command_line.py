@@ -133,7 +133,7 @@ _UNKNOWN_KEY = re.compile(
     r"Key '([^']+)' (?:is not in struct|not in '[^']+').*?full_key: (\S+)", re.S
 )
 _UNKNOWN_OPTION = re.compile(
-    r"Could not find '([^/']+)/([^']+)'.*Available options in '\1': (.+?)"
+    r"Could not find '([^/']+)/([^']*)'.*Available options in '\1': (.+?)"
     r"(?: Config search path|$)"
 )
 # A pattern of a message and what is said instead, once `_NOISE` is out of the message.
@@ -158,7 +158,7 @@ _REWORDED = {
 _NOISE = re.compile(
     # The mark of compose.py at a new key, and what OmegaConf and Hydra append.
     r"(?<=override )\+\+|(?<=override ')\+\+"
-    r"| object_type=\S+| reference_type=\S+| See https://hydra\S+(?: for details)?"
+    r"| (?:object|reference)_type=(?:Dict\[str, Any\]|\S+)| See https://hydra\S+(?: for details)?"
 )
 _SHOWN, _LONGEST = 100, 2000  # characters of an override, and of a whole message
 

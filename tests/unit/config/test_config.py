@@ -165,6 +165,19 @@ def test_a_mistake_is_one_line(model, tmp_path, capsys, override, message):
 
 
 @pytest.mark.parametrize(
+    "override, message",
+    [
+        ("server.args=[1]", "server.args=[1]: Cannot merge DictConfig with ListConfig"),
+        ("data.args.x=${data.args.x}", "data.args.x: Recursive interpolation detected"),
+        ("schedule=", "unknown schedule=; there are async, one_step, sync"),
+    ],
+)
+def test_a_mistake_is_told_without_the_terms_of_hydra(model, capsys, override, message):
+    line = complaint(capsys, "train", f"model={model}", override)
+    assert line.removeprefix("areal-lite: ").rstrip() == message
+
+
+@pytest.mark.parametrize(
     "overrides, message",
     [
         (["algo.kl.into=reward"], "algo.advantage.estimator=off leaves nothing to learn from"),
