@@ -144,6 +144,9 @@ def _training(config: TrainConfig) -> None:
         if name != zero_variance.__name__:
             load_object("rollout.filters", name)
     for name in config.logger.trackers:
+        if not isinstance(own := config.logger.args.get(name, {}), dict):
+            key = f"logger.args.{name}"
+            raise ValueError(f"{key}={own}: it is a section: set its keys, {key}.KEY=VALUE")
         tracker_class(name)
     _prompts_come_again(config)
     for path in config.eval.sets:

@@ -280,6 +280,12 @@ def test_train_only_names_what_its_stored_run_lacks(model, tmp_path, capsys):
     assert "set eval.problems=0" in complaint(capsys, "train", *where[:-1])
 
 
+def test_arguments_of_a_tracker_have_names(model, tmp_path, capsys):
+    given = ["logger.trackers=[wandb]", "logger.args.wandb=offline"]
+    line = complaint(capsys, "train", f"model={model}", f"run_dir={tmp_path / 'run'}", *given)
+    assert "logger.args.wandb=offline: it is a section: set its keys, logger.args.wandb.KEY" in line
+
+
 def test_a_missing_model_is_named(tmp_path, capsys):
     assert "no config.json there" in complaint(capsys, "train", f"model={tmp_path / 'nowhere'}")
     assert "model is not set" in complaint(capsys, "train")
