@@ -40,8 +40,11 @@ def main(argv: list[str] | None = None) -> int:
     if not args or args[0] in _HELP:
         abouts = {name: about_section(find_command(name).schema) for name in command_names()}
         rows = "\n".join(f"  {name:<12}{about}" for name, about in abouts.items())
-        print(f"usage: areal-lite COMMAND [key=value …]\n\n{rows}\n")
-        print("`areal-lite COMMAND --help` lists its settings.")
+        more = "`areal-lite COMMAND --help` lists its settings."
+        try:
+            print(f"usage: areal-lite COMMAND [key=value …]\n\n{rows}\n\n{more}", flush=True)
+        except OSError as error:
+            return _failed(error, 2)
         return 0 if args else 2
     if args[0] not in (names := command_names()):
         hint = did_you_mean(args[0], names) or f"choose one of {', '.join(names)}"
@@ -51,15 +54,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def run_command(command: str, args: list[str]) -> int:
     """Run a command, or a stage of one, and return its exit status."""
-    import_from_working_directory()
     try:
+        import_from_working_directory()
         flags, overrides = parse(command, args)
         overrides = [*_first_overrides(command, flags, overrides), *overrides]
         if not flags.isdisjoint(_HELP):
-            print(_help(command, compose_config(command, overrides)))
+            print(_help(command, compose_config(command, overrides)), flush=True)
             return 0
         if "--cfg" in flags:
-            print(OmegaConf.to_yaml(compose_config(command, overrides)), end="")
+            print(OmegaConf.to_yaml(compose_config(command, overrides)), end="", flush=True)
             return 0
         config = checked_config(command, overrides)
     except (HydraException, OmegaConfBaseException) as error:
@@ -94,8 +97,12 @@ def checked_config(command: str, overrides: list[str]) -> Any:
 
 def import_from_working_directory() -> None:
     """Let users name modules of the working directory, as `python -m` and all roles of a run do."""
-    if os.getcwd() not in sys.path and not sys.flags.safe_path:
-        sys.path.insert(0, os.getcwd())
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        raise ValueError("the working directory is gone: change to another one") from None
+    if folder not in sys.path and not sys.flags.safe_path:
+        sys.path.insert(0, folder)
 
 
 def parse(command: str, args: list[str]) -> tuple[set[str], list[str]]:
@@ -128,7 +135,9 @@ def _run(command: str, flags: set[str], config: Any) -> int:
 
     try:
         with interruptible():
-            return _entry(command, flags)(config)
+            status = _entry(command, flags)(config)
+            print(end="", flush=True)  # an error at exit would have no handler
+            return status
     except (RuntimeError, TimeoutError) as error:  # often of a process, with the end of its log
         print(f"areal-lite: {visible(str(error))}", file=sys.stderr)
         return 1

@@ -394,12 +394,29 @@ def test_without_the_tools_the_dry_run_says_what_to_install(model, tmp_path, mon
     assert "--dry-run needs the tools" in capsys.readouterr().err
 
 
-def test_a_reader_that_leaves_ends_the_command_silently():
-    """`areal-lite train --help | head` prints no error."""
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["train", "--help"], ["audit", "--help"], ["train", "--cfg", "job"]]
+    + [["slurm", "--print", "model={model}", "+task=addition", "run_dir=none"]],
+)
+def test_a_reader_that_leaves_ends_the_command_silently(words, model):
+    """`areal-lite train --help | head` prints no error, also if all output is still in a buffer."""
     reader, writer = os.pipe()
     os.close(reader)
-    code = "import sys; from areal_lite.cli import main; sys.exit(main(['train', '--help']))"
+    words = [word.format(model=model) for word in words]
+    code = f"import sys; from areal_lite.cli import main; sys.exit(main({words}))"
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     command = [sys.executable, "-c", code]
     with os.fdopen(writer, "wb") as stdout:
-        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, timeout=60)
+        done = subprocess.run(
+            command, stdout=stdout, stderr=subprocess.PIPE, timeout=60, env=environment
+        )
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_working_directory_that_is_gone_is_one_line(tmp_path, monkeypatch, capsys):
+    def gone():
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(os, "getcwd", gone)
+    assert "the working directory is gone: change to" in complaint(capsys, "train", "model=m")
