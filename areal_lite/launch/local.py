@@ -239,6 +239,7 @@ def _run_roles(
             try:
                 return roles.wait([*ranks, controller], watch=watch)
             except ProcessFailed as failed:
+                report_steps()  # a new start reports none of this one
                 controller = restarts.replace_controller(failed, roles)
                 watchdog.forget(controller)
 

@@ -2,12 +2,15 @@
 
 import json
 from concurrent.futures import Future
+from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 
 from areal_lite.config import TrainConfig
-from areal_lite.launch.local import _step_reporter, check_servers, how_to_continue
-from areal_lite.launch.roles import RoleFailed
+from areal_lite.launch import local
+from areal_lite.launch.local import _run_roles, _step_reporter, check_servers, how_to_continue
+from areal_lite.launch.roles import Placement, ProcessFailed, Role, RoleFailed
 from areal_lite.launch.server_pool import ServerPool
 
 
@@ -69,3 +72,29 @@ def test_each_new_step_is_reported_once(tmp_path) -> None:
     report()
     assert seen == [{"step": 3}, {"step": 4}]
     _step_reporter(tmp_path, None)()
+
+
+def test_steps_just_before_a_failure_are_reported(tmp_path, monkeypatch) -> None:
+    """Where a checkpoint keeps them, no later start trains them again."""
+
+    class FailingRoles:
+        def start_module(self, name, _):
+            return name
+
+        def start_ranks(self, *_):
+            return []
+
+        def wait(self, *_, **__):
+            trained(tmp_path, 2)
+            raise failed
+
+    failed = ProcessFailed(Role("trainer", Mock(), tmp_path / "log", 0, tmp_path / "beat"), "it")
+    monkeypatch.setattr(local, "Roles", lambda _: nullcontext(FailingRoles()))
+    monkeypatch.setattr(local, "observer", shown := Mock())
+    shown().watch.return_value = nullcontext(lambda: None)
+    config, restarts = TrainConfig(model="m"), Mock()
+    restarts.replace_controller.side_effect = failed
+    seen: list[dict] = []
+    with pytest.raises(ProcessFailed):
+        _run_roles(config, tmp_path, Placement([], []), Mock(), restarts, seen.append)
+    assert seen == [{"step": 1}, {"step": 2}]
