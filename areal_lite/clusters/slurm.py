@@ -9,6 +9,7 @@ same crash would probably come again.
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from areal_lite.launch.prepare import COMPLETE, write
 from areal_lite.launch.roles import rank_environment
 from areal_lite.run_dir import paths
 from areal_lite.run_dir.resume import lock_run_dir
-from areal_lite.system.network import LOOPBACK
+from areal_lite.system.network import LOOPBACK, NODE
 
 _TEMPLATE = Path(__file__).with_name("job.sbatch.j2")
 
@@ -78,7 +79,10 @@ def check(config: SlurmConfig) -> None:
     from areal_lite.launch.preflight import check_run
 
     _check_nodes(config)
-    check_run(config)
+    server = config.server
+    if server.device == "auto" and server.host == NODE:  # this machine may be none of the nodes
+        server = replace(server, device="cuda" if config.cluster.gpus_per_node else "cpu")
+    check_run(replace(config, server=server))
     layout(config)
 
 

@@ -1,16 +1,18 @@
 """The job of `areal-lite slurm`: the nodes of each role, and its text, run by bash."""
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from areal_lite.clusters import ClusterConfig, SlurmConfig
-from areal_lite.clusters.slurm import layout, render
+from areal_lite.clusters.slurm import check, layout, render
 from areal_lite.config import ServerConfig, TrainerConfig, load_config
 from areal_lite.launch.prepare import write
 from areal_lite.run_dir.paths import CHECKPOINT_MARKER
@@ -233,6 +235,22 @@ def test_a_role_is_not_started_again_in_vain(tmp_path, reason):
 def test_roles_fill_whole_nodes(bad, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         layout(bad)
+
+
+@pytest.mark.parametrize("gpus, refused", [(8, True), (0, False)])
+def test_the_devices_are_those_of_the_nodes(tmp_path, monkeypatch, gpus, refused):
+    """A machine without GPUs submits a model whose window SGLang leaves out on GPUs."""
+    monkeypatch.setattr("areal_lite.system.gpus._device_count", lambda: 0)
+    described = {"model_type": "mistral", "sliding_window": 64}
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(described | sizes))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    made = config(2, 8, 8, gpus_per_node=gpus)
+    made.model, made.run_dir = str(tmp_path), str(tmp_path / "run")
+    made.data.source = "addition"
+    made.reward.function = "areal_lite.quickstart.addition:addition_reward"
+    with pytest.raises(ValueError, match="windows of 64") if refused else nullcontext():
+        check(made)
 
 
 def test_nodes_without_gpus():
