@@ -46,7 +46,7 @@ _RUN_FILES = (CONFIG_FILE, METRICS_FILE, STORE_FILE, CHECKPOINTS_DIR)
 # What a run that continues keeps: what decides which prompts are drawn, and in which order.
 _FIXED = re.compile(
     r"(model|seed|data\.sources)$"
-    r"|data\.(sources\.[^.]+\.)?(?!(sources|eval_path|reward|workflow|workflow_args)\b)"
+    r"|data\.(sources\.[^.]+\.)?(?!(sources|eval_path|reward|workflow|workflow_args|reference)\b)"
 )
 
 

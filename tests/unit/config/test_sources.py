@@ -160,6 +160,7 @@ def test_a_run_continues_with_the_same_sources(model, tmp_path) -> None:
     assert load_config(tmp_path / "run").data.sources == first
     exact = "areal_lite.rewards.exact:exact_reward"
     free = {"reward": {"function": exact}, "workflow_args": {}, "eval_path": "y"}
+    free |= {"reference": str(model)}  # a teacher may have been moved
     check_config(find_command("train"), config(a={**first["a"], **free}, b={}))
     for sources, message in (
         ({"b": first["b"], "a": first["a"]}, r"data.sources=\['b', 'a'\]: .* with \['a', 'b'\]"),
