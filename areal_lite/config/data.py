@@ -7,7 +7,7 @@ has one source without a name.
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from omegaconf import OmegaConf
@@ -17,6 +17,7 @@ from areal_lite.config.fields import (
     MAX_COUNT,
     MAX_TOKENS,
     SECONDS,
+    as_text,
     check_fields,
     did_you_mean,
     keys_of,
@@ -222,8 +223,10 @@ def _source(config: Sampled, own: Any) -> SourceConfig:
 
 def _overridden(shared: S, own: Mapping[str, Any]) -> S:
     """Override the settings of a section. Raises ValueError."""
+    section: Any = shared
     try:
-        merged: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(shared), own))
+        parts = OmegaConf.structured(type(shared)), as_text(asdict(section)), as_text(dict(own))
+        merged: Any = OmegaConf.to_object(OmegaConf.merge(*parts))
     except ConfigKeyError as error:
         keys = [key for key in keys_of(type(shared)) if key != "sources"]
         remedy = f"{did_you_mean(str(error.full_key), keys)} choose one of {', '.join(keys)}"

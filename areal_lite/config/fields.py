@@ -10,6 +10,7 @@ infinities are never accepted. An upper bound stops a slip of the keyboard, not 
 
 import difflib
 import operator
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
@@ -61,6 +62,15 @@ def _is_text(value: str) -> bool:
     """Return whether files and command lines can hold `value`."""
     is_unicode = not any("\ud800" <= character <= "\udfff" for character in value)
     return len(value) <= _MAX_CHARACTERS and is_unicode and "\0" not in value
+
+
+def as_text(value: Any) -> Any:
+    """Escape each `${` in settings that are resolved: OmegaConf would resolve them once more."""
+    if isinstance(value, dict):
+        return {key: as_text(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [as_text(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def number(value: float) -> str:

@@ -5,7 +5,7 @@ The file is complete at any time, and private: it may hold a key.
 
 import re
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal_lite.config.commands import TrainConfig
+from areal_lite.config.fields import as_text
 from areal_lite.system.files import read_regular, write_atomically
 
 CONFIG_FILE = "config.yaml"
@@ -40,7 +41,8 @@ def save_config(config: Any, run_dir: Path) -> Path:
         while (kept := path.with_name(f"config-{number}.yaml")).exists():
             number += 1
         write_atomically(kept, path.read_bytes(), private=True)
-    write_atomically(path, OmegaConf.to_yaml(OmegaConf.structured(config)), private=True)
+    text = yaml.safe_dump(asdict(config), allow_unicode=True, sort_keys=False)
+    write_atomically(path, text, private=True)
     return path
 
 
@@ -49,7 +51,7 @@ def load_config(run_dir: Path, schema: type = TrainConfig) -> Any:
 
     Raises ValueError when the file is missing or does not fit the schema.
     """
-    known = _known(stored_settings(run_dir), schema)
+    known = as_text(_known(stored_settings(run_dir), schema))
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), known))
     except OmegaConfBaseException as error:
@@ -73,8 +75,7 @@ def changed_settings(config: Any, run_dir: Path) -> dict[str, tuple[Any, Any]]:
 
     Settings of a single start are left out. Raises ValueError as `stored_settings` does.
     """
-    both = OmegaConf.to_container(OmegaConf.structured(config)), stored_settings(run_dir)
-    now, before = map(flat, both)
+    now, before = map(flat, (asdict(config), stored_settings(run_dir)))
     keys = sorted((now.keys() | before.keys()) - {"resume", "run_dir", "server.api_key"})
     return {k: (now.get(k), before.get(k)) for k in keys if now.get(k) != before.get(k)}
 

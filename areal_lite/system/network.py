@@ -24,8 +24,9 @@ def listen_address(host: str) -> str:
     """
     if host != NODE:
         return host
+    name = socket.gethostname()
     try:
-        return socket.gethostbyname(name := socket.gethostname())
+        return socket.gethostbyname(name)
     except OSError as error:
         reason = f"{name}, the name of this machine, has no address: add it to /etc/hosts"
         raise OSError(error.errno, f"{reason} ({error.strerror})") from None

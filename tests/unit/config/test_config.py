@@ -13,8 +13,17 @@ from tokenizers.models import WordLevel
 
 from areal_lite import extensions
 from areal_lite.cli import main, run_command
-from areal_lite.config import TrainConfig, find_command, load_config, save_config, stored_settings
+from areal_lite.config import (
+    TrainConfig,
+    changed_settings,
+    find_command,
+    load_config,
+    save_config,
+    source_configs,
+    stored_settings,
+)
 from areal_lite.config.command_line import compose_config, config_dir
+from areal_lite.config.data import sampling_of_evaluation
 from areal_lite.launch.preflight import check_config
 from areal_lite.quickstart.command import SftConfig
 
@@ -319,6 +328,19 @@ def test_config_comes_back_from_a_run_directory(tmp_path):
     assert load_config(tmp_path) == config
     with pytest.raises(ValueError, match="config.yaml"):
         load_config(tmp_path, SftConfig)
+
+
+@pytest.mark.parametrize("text", ["${x}", "${seed}", "${oc.env:HOME}", "a ${b", r"\${seed}", "\\"])
+def test_text_that_looks_like_a_reference_stays_text(text, tmp_path):
+    """The command line takes it as \\${x}. What is resolved once is never resolved again."""
+    config = TrainConfig(model="m", run_dir=str(tmp_path))
+    config.data.system_prompt, config.rollout.stop = text, [text]
+    config.data.sources = {"a": {"weight": 2, "workflow_args": {"prompt": text}}}
+    save_config(config, tmp_path)
+    assert load_config(tmp_path) == config and changed_settings(config, tmp_path) == {}
+    source = source_configs(config)["a"]
+    assert source.data.system_prompt == source.rollout.workflow_args["prompt"] == text
+    assert sampling_of_evaluation(config).stop == [text]
 
 
 def test_earlier_configurations_are_kept_on_any_file_system(tmp_path, monkeypatch):
