@@ -47,7 +47,9 @@ def steps_of(history: PromptHistory, tokens: list[int], places: list[int]) -> in
     """Return the decode steps of an answer whose first token the prefill gives."""
     at, end, steps = places[0] + 1, places[-1] + 1, 0
     while at < end:
-        draft = history.draft(tokens[max(at - LONGEST, 0) : at], min(ROWS, end - at) - 1, FLOOR)
+        before, most = tokens[max(at - LONGEST, 0) : at], min(ROWS, end - at) - 1
+        rows = history.draft(before, most, frozenset())
+        draft = [row.token for row in rows if row.chance >= FLOOR]
         right = 0
         while right < len(draft) and draft[right] == tokens[at + right]:
             right += 1

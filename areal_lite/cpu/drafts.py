@@ -3,8 +3,9 @@
 An answer is drafted from the answers to its prompt so far, of earlier epochs and of the requests
 that are running, and from the prompt itself. After each context of 8, 4 and 2 tokens the history
 knows the token that followed most often, and in what part of the cases. A draft follows the longest
-context that is known, token by token, as long as its last token is likely enough (`Pace.floor`).
-Where the history of a prompt knows no context, that of all prompts may.
+context that is known, token by token. Where the history of a prompt knows no context, that of all
+prompts may. A step computes the likeliest tokens of all drafts, as many as are worth their time
+(`Pace`).
 
 How likely a guess is, the history learns as well: whenever a token is noted, it looks whether the
 guess for it was right. So it knows how often guesses of a kind are right for this policy now: with
@@ -14,9 +15,10 @@ A server that starts learns from the newest answers in the store of the run (`St
 later from what other servers answer.
 """
 
-from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterator, Sequence, Set
 from contextlib import closing, suppress
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +33,8 @@ LONGEST = _CONTEXTS[0]
 # Cases that are remembered, of a context and of a kind of guess. The policy changes: old ones fade.
 _OF_CONTEXT, _OF_KIND = 32, 256
 _SEEN = (1, 2, 4)  # cases of a context from which on a guess is of another kind
-_DRAFTED = 1.25  # what a drafted row takes, in rows
+_NEWEST = 512  # steps, which tell the pace
+_GAIN = 1.03  # which drafts must promise: less is within the error of chances and seconds
 Kind = tuple[bool, int, int, int]
 
 
@@ -58,6 +61,13 @@ class _Context(NamedTuple):
 class _Guess(NamedTuple):
     token: int
     kind: Kind  # whether the prompt's own, tokens of the context, how often seen, quarters of cases
+
+
+class Drafted(NamedTuple):
+    """A token of a draft, and the chance that it and the drafted tokens before it are right."""
+
+    token: int
+    chance: float
 
 
 Contexts = dict[int, _Context]  # by hash
@@ -95,19 +105,17 @@ class PromptHistory:
             self._shared.contexts += known is None
             contexts[context] = (known or _Context(token, 0, 0)).and_then(token)
 
-    def draft(self, before: Sequence[int], most: int, floor: float) -> list[int]:
-        """Return at most `most` tokens to follow `before`, each reached with chance >= `floor`."""
+    def draft(self, before: Sequence[int], most: int, ends: Set[int]) -> list[Drafted]:
+        """Return at most `most` tokens to follow `before`, none after one of the tokens `ends`."""
         tokens, chance = list(before[-LONGEST:]), 1.0
-        start = len(tokens)
-        while len(tokens) < start + most:
-            guess = self._guess(_hashes(tokens))
-            if guess is None:
-                break
+        drafted: list[Drafted] = []
+        while len(drafted) < most and (guess := self._guess(_hashes(tokens))) is not None:
             chance *= self._shared.rate(guess.kind)
-            if chance < floor:
-                break
+            drafted.append(Drafted(guess.token, chance))
             tokens.append(guess.token)
-        return tokens[start:]
+            if guess.token in ends:
+                break
+        return drafted
 
     def _guess(self, hashes: list[int]) -> _Guess | None:
         for contexts in (self._contexts, self._shared.of_all):
@@ -220,39 +228,44 @@ class StoredAnswers:
 
 
 class Pace:
-    """The processor seconds of a decode step as fixed + row * rows, from about a hundred steps.
+    """The processor seconds of a decode step by its rows, from the newest steps.
 
-    A row is a token to compute: the next token of a request, or a drafted token. Before steps with
-    different numbers of rows were seen, the fixed part is taken to be worth 16 rows.
+    A row is a token to compute: the next token of a request, or a drafted token. Rows of a wide
+    product cost little until the processor's arithmetic is used up, and then all cost the same.
     """
 
     def __init__(self) -> None:
-        # Sums over the steps, old steps fading: 1, rows, seconds, rows², rows · seconds.
-        self._sums = np.zeros(5)
+        self._steps: deque[tuple[int, float]] = deque(maxlen=_NEWEST)
 
     def note(self, rows: int, seconds: float) -> None:
         """Note a step with `rows` rows that took `seconds`."""
-        self._sums = 0.99 * self._sums + (1, rows, seconds, rows * rows, rows * seconds)
+        self._steps.append((rows, seconds))
 
-    def floor(self, requests: int) -> float:
-        """Return the least chance with which a drafted row saves more time than it takes.
+    def floor(self, requests: int, chances: Sequence[float]) -> float:
+        """Return the least of the `chances` of drafted rows to compute, above 1 to compute none.
 
-        Without drafts a step of `requests` rows gives as many tokens, so a token is worth
-        (fixed + row * requests) / requests seconds. A row takes `row` seconds, and what it takes to
-        draft it.
+        With the rows down to this chance, a step of `requests` requests is expected to give the
+        most tokens a second.
         """
-        fixed, row = self._line()
-        return min(_DRAFTED * row * requests / (fixed + row * requests), 1.0)
+        ordered = np.sort(chances)[::-1]
+        tokens = requests + np.concatenate([[0.0], ordered.cumsum()])
+        speeds = tokens / self.seconds(requests + np.arange(len(tokens)))
+        best = int(speeds.argmax())
+        return float(ordered[best - 1]) if speeds[best] > _GAIN * speeds[0] else inf
 
-    def _line(self) -> tuple[float, float]:
-        """Return the fixed seconds and the seconds of a row; any unit before the first step."""
-        weight, rows, seconds, squares, products = self._sums.tolist()
-        if not weight:
-            return 16.0, 1.0
-        rows, seconds = rows / weight, seconds / weight
-        usual = seconds / (rows + 16)
-        # The usual slope counts like one more step that is 8 rows from the mean.
-        square = squares - weight * rows**2 + 64
-        product = products - weight * rows * seconds + 64 * usual
-        row = min(max(product / square, 0.0), seconds / rows)
-        return max(seconds - row * rows, 0.0), row
+    def seconds(self, rows: np.ndarray) -> np.ndarray:
+        """Return what steps with so many rows take: float64, as `rows`.
+
+        It is the median of the newest steps with as many rows, and at most that of steps with more:
+        what disturbs a step only makes it longer. Beyond the numbers of rows that were seen, and in
+        any unit before the first step, a step has a fixed part that is worth 16 rows.
+        """
+        if not self._steps:
+            return rows + 16.0
+        seen, seconds = np.array(self._steps).T
+        order = np.lexsort((seconds, seen))
+        firsts = np.flatnonzero(np.diff(seen[order], prepend=-1))
+        medians = order[(firsts + np.append(firsts[1:], len(order)) - 1) // 2]
+        at, known = seen[medians], np.minimum.accumulate(seconds[medians][::-1])[::-1]
+        nearest = rows.clip(at[0], at[-1])
+        return np.interp(nearest, at, known) * (rows + 16) / (nearest + 16)

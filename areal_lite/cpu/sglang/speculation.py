@@ -30,7 +30,7 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, Speculati
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from torch import Tensor
 
-from areal_lite.cpu.drafts import LONGEST, History, Pace, PromptHistory, StoredAnswers
+from areal_lite.cpu.drafts import LONGEST, Drafted, History, Pace, PromptHistory, StoredAnswers
 from areal_lite.sglang_plugins import ENV_NAME, ENV_STORE
 
 NAME = "HISTORY"
@@ -93,6 +93,7 @@ class _Answer:
     req: Req
     history: PromptHistory
     noted: int
+    ends: set[int]  # the tokens that end it
 
 
 class HistoryWorker(BaseSpecWorker):
@@ -175,8 +176,9 @@ class HistoryWorker(BaseSpecWorker):
         self._answers = [known.get(id(req)) or self._begin(req) for req in batch.reqs]
         if _needs_each_token(batch):
             return [[]] * len(batch.reqs)
-        floor = self._pace.floor(len(batch.reqs))
-        return [_draft(answer, floor) for answer in self._answers]
+        drafts = [_draft(answer) for answer in self._answers]
+        floor = self._pace.floor(len(drafts), [row.chance for draft in drafts for row in draft])
+        return [[row.token for row in draft if row.chance >= floor] for draft in drafts]
 
     def _begin(self, req: Req) -> _Answer:
         """Find the history of a request: that of the first prompt of its group.
@@ -189,7 +191,7 @@ class HistoryWorker(BaseSpecWorker):
         if len(self._prompts) > _GROUPS:
             self._prompts.popitem(last=False)
         # A prefill samples one token, also after a retraction.
-        answer = _Answer(req, self._history.of(prompt), len(req.output_ids) - 1)
+        answer = _Answer(req, self._history.of(prompt), len(req.output_ids) - 1, _ends(req))
         answer.history.begin(req.origin_input_ids)
         _note(answer)
         return answer
@@ -271,11 +273,22 @@ def _note(answer: _Answer) -> None:
     answer.noted += new
 
 
-def _draft(answer: _Answer, floor: float) -> list[int]:
+def _ends(req: Req) -> set[int]:
+    """Return the tokens that end a request, as SGLang's `Req` finds them."""
+    if req.sampling_params.ignore_eos:
+        return set()
+    ends = set(req.sampling_params.stop_token_ids or ()) | set(req.eos_token_ids or ())
+    tokenizer: Any = req.tokenizer
+    if tokenizer is not None:
+        ends |= {tokenizer.eos_token_id, *(tokenizer.additional_stop_token_ids or ())}
+    return ends
+
+
+def _draft(answer: _Answer) -> list[Drafted]:
     most = answer.req.sampling_params.max_new_tokens
     assert most is not None  # SGLang sets it
     left = most - len(answer.req.output_ids)
-    return answer.history.draft(_tail(answer.req, LONGEST), min(_ROWS, left) - 1, floor)
+    return answer.history.draft(_tail(answer.req, LONGEST), min(_ROWS, left) - 1, answer.ends)
 
 
 def _tail(req: Req, length: int) -> list[int]:
