@@ -405,4 +405,4 @@ def _near(one: Any, two: Any, tolerance: float) -> bool:
         one, two = float(one), float(two)
     except (ValueError, OverflowError):
         return False
-    return abs(one - two) <= tolerance * max(1.0, abs(two))
+    return abs(one - two) <= tolerance * max(1.0, abs(two)) < math.inf

@@ -235,6 +235,14 @@ def test_numbers_are_exact_unless_the_data_say_otherwise(printed, tolerance, pai
     assert reward(fenced(f"def f():\n    return float('{printed}')"), call) == paid
 
 
+@pytest.mark.parametrize("infinite", ["inf", "-inf", "7" * 400])
+def test_a_tolerance_accepts_no_number_in_place_of_an_infinite_one(infinite: str) -> None:
+    assert reward(fenced(f"print('{infinite}')"), io([""], [infinite], tolerance=1e-6)) == 1.0
+    assert reward(fenced("print(3)"), io([""], [infinite], tolerance=1e-6)) == 0.0
+    call = io([[]], [float(infinite)], fn_name="f", tolerance=1e-6)
+    assert reward(fenced("def f():\n    return 3"), call) == 0.0
+
+
 @pytest.mark.parametrize(
     ("returned", "expected", "paid"),
     [
