@@ -325,6 +325,7 @@ def _tests(fields: dict[str, Any]) -> dict[str, Any]:
         given, expected = [_text(one) for one in given], [_text(one) for one in expected]
     else:
         given = [_arguments(one) for one in given]
+        expected = json.loads(json.dumps(expected))  # as results come: tuples are lists
     return {**limits, "given": given, "expected": expected, "fn_name": name, "setup": setup}
 
 
@@ -367,7 +368,18 @@ def _arguments(value: Any) -> list[Any]:
     """Return the arguments of a call, which LiveCodeBench has as lines of JSON."""
     if isinstance(value, str):
         return [json.loads(line) for line in value.splitlines()]
-    return _list(value)
+    if not _fits_json(_list(value)):
+        raise ValueError(f"{value!r:.50} is not as JSON has it: no sets, and texts as keys")
+    return value
+
+
+def _fits_json(value: Any) -> bool:
+    """Return whether JSON has a value of Python, a tuple as a list."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and _fits_json([*value.values()])
+    if isinstance(value, list | tuple):
+        return all(map(_fits_json, value))
+    return value is None or isinstance(value, str | int | float)
 
 
 def _equal_text(printed: Any, expected: str, tolerance: float | None) -> bool:

@@ -88,6 +88,9 @@ def test_every_form_of_input_pays_the_right_program_alone(answer: str) -> None:
         ('{"inputs": ["1"], "outputs": []}', "1 inputs, 0 outputs"),
         ('{"inputs": [["1", true]], "outputs": ["2"]}', "functions need fn_name"),
         ('[{"input": "1", "output": "2", "testtype": "functional"}]', "need fn_name"),
+        ("{'inputs': [[{1: 2}]], 'outputs': [2], 'fn_name': 'f'}", "no sets, and texts as keys"),
+        ("{'inputs': [[[{1}]]], 'outputs': [2], 'fn_name': 'f'}", "no sets, and texts as keys"),
+        ("{'inputs': [[1]], 'outputs': [{1}], 'fn_name': 'f'}", "not JSON serializable"),
         ('[{"input": "1", "output": "2", "testtype": "other"}]', "neither stdin nor functional"),
         ('{"private_test_cases": "eJw"}', "'private_test_cases' is unknown"),
         ('{"tests": "assert True", "test": "assert True"}', "repeats another key"),
@@ -261,6 +264,13 @@ def test_values_that_functions_return(returned: str, expected, paid: float) -> N
         reward(fenced(f"def f():\n    return {returned}"), io([[]], [expected], fn_name="f"))
         == paid
     )
+
+
+@pytest.mark.parametrize("returned", ["(1, 2)", "{1: (2,)}", "[{'a': (1, 2)}]"])
+def test_results_may_be_written_in_python(returned: str) -> None:
+    tests = f"{{'inputs': [[(3, 4)]], 'outputs': [{returned}], 'fn_name': 'f'}}"
+    assert reward(fenced(f"def f(pair):\n    return {returned}"), tests) == 1.0
+    assert reward(fenced("def f(pair):\n    return [2, 1]"), tests) == 0.0
 
 
 def test_a_method_of_solution_is_a_function() -> None:
