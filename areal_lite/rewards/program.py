@@ -152,10 +152,11 @@ async def _run(code: str, given: str, tests: Tests, deadline: float) -> Outcome 
     left = deadline - time.monotonic()
     if left <= 0:
         return None
-    size = _OUTPUT_BYTES + 2 * sum(len(str(text)) for text in tests.expected)
-    limits = Limits(
-        time_s=left, memory_mb=tests.memory_mb, output_bytes=size, file_mb=(size >> 20) + 4
-    )
+    size = _OUTPUT_BYTES + 2 * sum(len(json.dumps(result)) for result in tests.expected)
+    # The driver keeps the input of a test in a file, and its output in another one.
+    inputs = (len(str(one).encode(errors="replace")) for one in tests.given)
+    file_mb = (max([size, *inputs]) >> 20) + 4
+    limits = Limits(time_s=left, memory_mb=tests.memory_mb, output_bytes=size, file_mb=file_mb)
     return await run_python(code, given, limits)
 
 

@@ -222,6 +222,11 @@ def test_long_numbers_and_long_outputs_are_right(long_numbers: None) -> None:
     assert reward(fenced("print('x' * 1_500_000)"), io([""], ["x" * 1_500_000])) == 1.0
 
 
+def test_long_inputs_and_outputs_in_any_script_are_whole() -> None:
+    assert reward(fenced("print(len(input()))"), io(["x" * 6_000_000], ["6000000"])) == 1.0
+    assert reward(fenced("print('█' * 400_000)"), io([""], ["█" * 400_000])) == 1.0
+
+
 def test_starting_is_not_charged_to_the_tests() -> None:
     tests = io([str(i) for i in range(300)], [str(2 * i) for i in range(300)], time_limit_s=0.1)
     assert reward(fenced(DOUBLE), tests) == 1.0
