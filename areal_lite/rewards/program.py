@@ -42,7 +42,7 @@ _OPENING = re.compile(
     r"(?:^[ \t]*+|(?<=[\s:]))(?P<fence>```+|~~~+)[ \t]*+(?P<language>[\w.+#-]*)[^`\n]*$",
     re.MULTILINE,
 )
-_CLOSING = {fence: re.compile(rf"{fence}+[ \t]*+$", re.MULTILINE) for fence in ("```", "~~~")}
+_CLOSING = {fence: re.compile(rf"{fence}+[ \t\r]*+$", re.MULTILINE) for fence in ("```", "~~~")}
 _INLINE = re.compile(r"```+[ \t]*+(?:python3?|py)[ \t]([^`\n]+)```")
 _PYTHON = re.compile(r"py(thon)?[0-9.]*", re.IGNORECASE)
 # Fences that may close a block: a docstring may have some.

@@ -126,6 +126,7 @@ def test_an_answer_without_tests_is_an_error_of_the_data(answer: str, reason: st
         ),
         f"<think>\n{fenced('print(3)')}\n</think>\n{fenced(DOUBLE)}",
         f"```python {DOUBLE}```",
+        f"Here:\n{fenced(DOUBLE)}\nIt doubles a number.".replace("\n", "\r\n"),
     ],
 )
 def test_the_program_of_a_completion(completion: str) -> None:
