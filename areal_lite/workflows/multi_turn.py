@@ -1,6 +1,6 @@
 """Several turns: a function of the user replies to each answer, or ends the episode."""
 
-from numbers import Real
+from typing import SupportsFloat
 
 from areal_lite.extensions import load_object
 from areal_lite.rollout.episode import Episode, Transcript
@@ -35,7 +35,7 @@ class MultiTurn:
         while True:
             answers.append(await transcript.sample_text())
             reply = await called(self._feedback, episode.prompt, list(answers))
-            if isinstance(reply, Real):
+            if isinstance(reply, SupportsFloat):
                 return transcript.trajectory(float(reply))
             if isinstance(reply, tuple):
                 reply, earned = reply

@@ -162,6 +162,16 @@ def test_feedback_may_be_the_reward(tokenizer, user_code) -> None:
     assert trajectory.reward == 0.25 and len(client.seen) == 2
 
 
+@pytest.mark.parametrize(
+    "number", ["numpy.True_", "numpy.float32(1)", "torch.tensor(1.0)", "decimal.Decimal(1)"]
+)
+def test_the_reward_may_be_any_number(tokenizer, user_code, number: str) -> None:
+    user_code(f"import decimal, numpy, torch\ndef scored(prompt, answers):\n    return {number}\n")
+    workflow, prompt = MultiTurn("users:scored"), chat_prompt(tokenizer)
+    trajectory, client = play_one(tokenizer, workflow, prompt, ["a"])
+    assert trajectory.reward == 1.0 and len(client.seen) == 1
+
+
 def test_feedback_may_say_what_each_answer_has_earned(tokenizer, user_code) -> None:
     user_code(FEEDBACK)
     prompt = chat_prompt(tokenizer)
