@@ -48,11 +48,13 @@ class Tools:
         check_parsers(tool_parser, "auto")
         if max_turns < 1 or max_characters < 1:
             raise ValueError("max_turns and max_characters must be at least 1")
-        functions = [
-            self.python if name == "python" else load_object("rollout.workflow_args.tools", name)
-            for name in tools
-        ]
-        self._functions = {function.__name__: function for function in functions}
+        self._functions: dict[str, Any] = {}
+        for name in tools:
+            own = name == "python"
+            tool: Any = self.python if own else load_object("rollout.workflow_args.tools", name)
+            if tool.__name__ in self._functions:
+                raise ValueError(f"{name}: there is another tool {tool.__name__}; rename one")
+            self._functions[tool.__name__] = tool
         self._schemas: list[dict[str, Any]] = []
         self._max_turns = max_turns
         self._max_characters = max_characters

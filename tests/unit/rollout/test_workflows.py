@@ -365,6 +365,12 @@ async def capital(country: str) -> str:
     assert text.endswith(f"42{END}") and trajectory.reward is None
 
 
+def test_two_tools_of_one_name_are_refused(user_code) -> None:
+    user_code("def python(code):\n    return code\n")
+    with pytest.raises(ValueError, match="users:python: there is another tool python"):
+        Tools(["python", "users:python"])
+
+
 def test_a_tool_is_not_called_in_a_thought_that_the_prompt_has_begun(
     tokenizer, monkeypatch
 ) -> None:
