@@ -120,7 +120,8 @@ def read_score(completion: str, answer: str) -> float:
     """
     pattern, words, low, high = msgspec.json.decode(answer)
     if words := {word.lower(): score for word, score in words.items()}:
-        pattern = rf"(?i)\b(?:{'|'.join(map(re.escape, words))})\b"
+        longest_first = sorted(map(re.escape, words), key=len, reverse=True)
+        pattern = rf"(?i)(?<!\w)(?:{'|'.join(longest_first)})(?!\w)"
     matches = [m.group(min(m.re.groups, 1)) for m in re.finditer(pattern, completion[-_READ:])]
     score = float(words.get(matches[-1].lower(), matches[-1])) if matches else math.nan
     if not low <= score <= high:

@@ -101,6 +101,14 @@ def test_the_last_of_several_words_may_be_the_score() -> None:
         read_score("nobody knows 1", how)
 
 
+def test_the_longest_word_counts_and_marks_belong_to_words() -> None:
+    how = json.dumps(
+        ["[0-9]", {"A": 0.9, "A+": 1, "[[B]]": 0.5, "yes": 0.8, "yes, partly": 0.4}, 0, 1]
+    )
+    for text, score in (("A+", 1), ("an A.", 0.9), ("So: [[B]]", 0.5), ("Yes, partly", 0.4)):
+        assert read_score(text, how) == score
+
+
 def test_it_asks_again_until_there_is_a_verdict(tmp_path) -> None:
     answers = [
         web.Response(status=500, text="overloaded"),
