@@ -92,7 +92,8 @@ def load_rubric(path: str) -> Rubric:
         if rubric.server is not None:
             Servers.check(rubric)
     except (OSError, TypeError, ValueError, msgspec.MsgspecError, re.error) as error:
-        what = "a rubric has settings between two lines of ---, and then a question"
+        what = "a rubric has settings between two lines of ---, and then a question; as words, "
+        what += "yes and no need quotes in YAML"
         raise ValueError(f"the rubric {path}: {error} ({what})") from None
     return rubric
 

@@ -265,6 +265,7 @@ def test_a_row_without_a_column_of_the_rubric_fails(tmp_path) -> None:
         ("---\nurl: u\nmodel: m\nattempts: 0\n---\n{completion}", "`int` >= 1"),
         ("---\nurl: u\nmodel: m\nkey: NO_SUCH_KEY\n---\n{completion}", "set this environment"),
         ("---\n[\n---\n{completion}", "a rubric has settings"),
+        ("---\nurl: u\nmodel: m\nwords: {yes: 1}\n---\n{completion}", "yes and no need quotes"),
         ("---\nmodel: m\n---\n{completion}", "give either the url"),
         ("---\nurl: u\nmodel: m\nserver: {}\n---\n{completion}", "give either the url"),
         ("---\nmodel: m\nserver: {size: 1}\n---\n{completion}", "argument 'size'"),
