@@ -178,6 +178,8 @@ class History:
         if len(self._shared.of_all) > self._most // 2:
             self._shared.contexts -= len(self._shared.of_all)
             self._shared.of_all.clear()
+        if self._shared.contexts > self._most:  # requests also note in prompts that are forgotten
+            self._shared.contexts = len(self._shared.of_all) + sum(map(len, self._prompts.values()))
         while self._shared.contexts > self._most and len(self._prompts) > 1:
             self._shared.contexts -= len(self._prompts.popitem(last=False)[1])
 

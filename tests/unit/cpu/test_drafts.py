@@ -115,6 +115,19 @@ def test_memory_is_bounded_and_the_last_used_stay() -> None:
     assert 0 in kept and 99 in kept and 1 not in kept
 
 
+def test_what_forgotten_prompts_note_takes_no_place_of_others() -> None:
+    histories = History(most=1000)
+    running = [histories.of(number) for number in range(20)]
+    for step in range(50):
+        for number, history in enumerate(running):
+            told(history, [step * 1000 + number * 20 + i for i in range(10)])
+        histories.trim()
+    told(histories.of("one"), list(range(20)))
+    told(histories.of("two"), list(range(20)))
+    histories.trim()
+    assert len(histories.of("one")) > 0 and len(histories.of("two")) > 0
+
+
 def step_seconds(rows: np.ndarray) -> np.ndarray:
     """Return what a step takes on a processor that computes 16 rows at a time."""
     return np.maximum(50.0, 3.5 * 16 * np.ceil(rows / 16))
