@@ -229,13 +229,19 @@ async def _container(task: Task, internet: bool) -> AsyncIterator[str]:
     process = await _start(*words, stdin=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     try:
-        limit_s = float(task.machine.get("build_timeout_sec", _TASK_S))  # it may be pulled now
+        limit_s = float(task.machine.get("build_timeout_sec", _TASK_S))
+        said, line = b"", b"-"
         try:
-            said = await asyncio.wait_for(process.stdout.readline(), limit_s)
+            async with asyncio.timeout(limit_s):
+                # Docker may warn first, and say that it pulls the image.
+                while line and line != b"ready\n":
+                    line = await process.stdout.readline()
+                    said += line
         except TimeoutError:
-            said = b"it takes too long"
-        if said != b"ready\n":
-            raise ToolsLost(f"{task.folder}: its container does not start: {said.decode()}")
+            said += b"it takes too long"
+        if line != b"ready\n":
+            reason = said[-2000:].decode(errors="replace")
+            raise ToolsLost(f"{task.folder}: its container does not start: {reason}")
         yield name
     finally:
         with suppress(ToolsLost):

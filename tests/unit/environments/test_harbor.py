@@ -17,6 +17,7 @@ from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.environments import harbor
 from areal_lite.environments.harbor import Task, Terminal, problems
 from areal_lite.trajectory import Trajectory
+from areal_lite.workflows.tools import ToolsLost
 from tests.unit.rollout.episodes import chat_prompt, playing, save_chat_tokenizer
 
 TESTS = """#!/bin/bash
@@ -336,3 +337,22 @@ def test_no_engine_is_said_before_the_run(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="need the program docker: install it"):
         asyncio.run(Terminal().start(TrainConfig()))
+
+
+def test_an_image_may_be_pulled_and_the_engine_may_warn(monkeypatch, tmp_path) -> None:
+    task = Task(make_task(tmp_path / "task"))
+    docker = tmp_path / "docker"
+    starts = "echo \"Unable to find image 'one' locally\" >&2; echo WARNING: no swap >&2"
+    docker.write_text(f'#!/bin/sh\n[ "$1" = run ] || exit 0\n{starts}\n${{SAYS}}; exec cat\n')
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    async def name() -> str:
+        async with harbor._container(task, internet=False) as container:
+            return container
+
+    monkeypatch.setenv("SAYS", "echo ready")
+    assert asyncio.run(name()).startswith("areal-lite-")
+    monkeypatch.setenv("SAYS", "exit 125")
+    with pytest.raises(ToolsLost, match="(?s)does not start: Unable to find image.*no swap"):
+        asyncio.run(name())
