@@ -72,12 +72,12 @@ class Task:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self.settings = tomllib.loads((folder / "task.toml").read_text())
+            self.settings = tomllib.loads(_text(folder / "task.toml"))
             self.machine: dict[str, Any] = self.settings.get("environment", {})
-            self.steps = [self._step(about) for about in self.settings.get("steps", [{}])]
+            self.steps = [self._step(about) for about in self.settings.get("steps") or [{}]]
         except OSError as error:
             raise ValueError(f"{folder}: {error}") from error
-        except ValueError as error:
+        except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{folder}/task.toml: {error}") from error
         self.strategy: str = self.settings.get("multi_step_reward_strategy", "mean")
         if self.strategy not in ("mean", "final"):
@@ -103,7 +103,7 @@ class Task:
             raise ValueError(f"{folder.name} has no tests/test.sh, which would give the reward")
         least = about.get("min_reward", {})
         least = least if isinstance(least, dict) else {"reward": least}
-        instruction = (folder / "instruction.md").read_text()
+        instruction = _text(folder / "instruction.md")
         return Step(instruction, own / "workdir", tests, agent, verifier, least)
 
     @cached_property
@@ -134,6 +134,14 @@ class Task:
         options += [f"--pids-limit={_MAX_PROCESSES}", "--security-opt=no-new-privileges"]
         allowed = internet and self.machine.get("allow_internet", True)
         return options if allowed else [*options, "--network=none"]
+
+
+def _text(path: Path) -> str:
+    """Read a text. Raises OSError, also if it is no UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise OSError(f"{path}: {error}") from None
 
 
 def _merged(task: dict[str, Any], step: dict[str, Any], key: str) -> dict[str, Any]:

@@ -136,6 +136,9 @@ def test_tasks_are_prompts(tmp_path: Path, tokenizer) -> None:
         ({"task.toml": "multi_step_reward_strategy = 'sum'"}, "strategy=sum is unknown"),
         ({"task.toml": "environment.healthcheck.command = 'ls'"}, "healthcheck is not supported"),
         ({"task.toml": "verifier.environment_mode = 'separate'"}, "environment of their own"),
+        ({"task.toml": "environment = 'a'"}, "one/task.toml: 'str' object"),
+        ({"task.toml": "agent.env = 'a'"}, "one/task.toml: unsupported operand"),
+        ({"task.toml": "steps = []\nagent = 1"}, "one/task.toml: "),
     ],
 )
 def test_a_task_that_cannot_be_played_is_refused(tmp_path, tokenizer, files, message) -> None:
@@ -145,6 +148,16 @@ def test_a_task_that_cannot_be_played_is_refused(tmp_path, tokenizer, files, mes
         problems(data, tokenizer, "train")
     with pytest.raises(ValueError, match="data.eval_path=null: there is no folder with a task"):
         problems(data, tokenizer, "eval")
+
+
+def test_the_files_of_a_task_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    task = Task(
+        make_task(tmp_path, **{"instruction.md": "\ufeffHello", "task.toml": f"\ufeff{TOML}"})
+    )
+    assert task.steps[0].instruction == "Hello"
+    (tmp_path / "instruction.md").write_bytes("Hello".encode("utf-16"))
+    with pytest.raises(ValueError, match="/instruction.md: 'utf-8' codec"):
+        Task(tmp_path)
 
 
 def test_the_image_is_named_by_what_it_is_built_of(tmp_path: Path) -> None:
