@@ -5,6 +5,7 @@ import random
 import resource
 import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -12,24 +13,23 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 NODE = "node"
 """The value of `server.host` that means this machine's own address."""
 
+_ANYWHERE = "http://203.0.113.1"  # behind the default route: no machine has this address
 # Linux gives ports from 32768 up to outgoing connections. One of these might be taken before a
 # server, which needs seconds to load, binds it.
 _PORTS = range(20000, 32768)
 
 
 def listen_address(host: str) -> str:
-    """Return `server.host` as an address. For `node` it is the address of this machine's name.
-
-    Raises OSError, which names the machine, when that has none.
-    """
+    """Return `server.host` as an address. For `node` it is one that other machines reach."""
     if host != NODE:
         return host
-    name = socket.gethostname()
-    try:
-        return socket.gethostbyname(name)
-    except OSError as error:
-        reason = f"{name}, the name of this machine, has no address: add it to /etc/hosts"
-        raise OSError(error.errno, f"{reason} ({error.strerror})") from None
+    with suppress(OSError):  # nobody knows the name of this machine
+        address = socket.gethostbyname(socket.gethostname())
+        if not address.startswith("127."):  # as Debian's /etc/hosts says
+            return address
+    with suppress(OSError):  # no network
+        return address_towards([_ANYWHERE])
+    return LOOPBACK[0]
 
 
 def address_towards(urls: Iterable[str]) -> str:
