@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train with a workflow of your own. Arguments are settings:
-#   bash examples/custom_workflow/run.sh rollout.workflow_args.patience=1
+#   bash examples/custom_workflow/run.sh rollout.workflow_args.all_or_nothing=true
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 # shellcheck source=examples/warm_model.sh

@@ -188,6 +188,13 @@ def play(tokenizer: Tokenizer, workflow, script: list[str]):
     return asyncio.run(main())
 
 
+@pytest.mark.parametrize("file", ["run.sh", "README.md"])
+def test_the_setting_of_the_referee_that_is_named_exists(file: str) -> None:
+    text = (EXAMPLES / "custom_workflow" / file).read_text()
+    (name,) = re.findall(r"run\.sh rollout\.workflow_args\.(\w+)=", text)
+    code("custom_workflow/my_workflow.py")["Referee"](**{name: True})
+
+
 @pytest.mark.parametrize(
     "script, shares, whole",
     [
