@@ -33,7 +33,8 @@ def main() -> None:
     given = dict(argument.split("=", 1) for argument in sys.argv[1:])
     result = areal_lite.train(SETTINGS | given, on_step=show)
     before, after = result.summary["accuracy_before"], result.summary["accuracy_after"]
-    print(f"held-out accuracy: {before:.0%} before, {after:.0%} after")
+    if before is not None and after is not None:  # they are None with eval.problems=0
+        print(f"held-out accuracy: {before:.0%} before, {after:.0%} after")
     print(f"the trained model: {result.model}")
 
 

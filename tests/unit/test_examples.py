@@ -6,11 +6,14 @@ import random
 import re
 import runpy
 import shlex
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
+import areal_lite
 from areal_lite.config import DataConfig
 from areal_lite.config.command_line import compose_config
 from areal_lite.data.prompts import Prompt, load_prompts
@@ -186,6 +189,18 @@ def play(tokenizer: Tokenizer, workflow, script: list[str]):
             return trajectory.reward, tokenizer.decode(trajectory.tokens)
 
     return asyncio.run(main())
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.41, 0.78), (None, None)])
+def test_the_script_ends_well_also_without_evaluations(before, after, monkeypatch, capsys) -> None:
+    summary = {"accuracy_before": before, "accuracy_after": after}
+    result = SimpleNamespace(summary=summary, model="runs/one/checkpoints/hf")
+    monkeypatch.setattr(areal_lite, "train", lambda settings, on_step: result)
+    monkeypatch.setattr(sys, "argv", ["train.py", "model=m", "eval.problems=0"])
+    code("python_api/train.py")["main"]()
+    said = capsys.readouterr().out
+    assert ("41% before, 78% after" in said) == (before is not None)
+    assert said.endswith("the trained model: runs/one/checkpoints/hf\n")
 
 
 @pytest.mark.parametrize("file", ["run.sh", "README.md"])
