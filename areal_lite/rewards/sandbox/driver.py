@@ -28,7 +28,7 @@ def main() -> None:
 
     def answer(result: object) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        json.dump(result, answers, default=repr)
+        json.dump(result, answers, default=plain)
         answers.write("\n")
         answers.flush()
 
@@ -52,6 +52,11 @@ def main() -> None:
     for arguments in task["calls"]:
         signal.setitimer(signal.ITIMER_PROF, task["time_s"])
         answer(function(*arguments))
+
+
+def plain(value: object) -> object:
+    """Return what JSON has for a number or an array of numpy; of anything else its text."""
+    return getattr(value, "tolist", lambda: repr(value))()
 
 
 def printed(program: types.CodeType, given: str) -> str:
