@@ -59,7 +59,7 @@ class Tools:
         self._max_turns = max_turns
         self._max_characters = max_characters
         self._tool_parser = tool_parser
-        self._sandboxes = asyncio.Semaphore(os.cpu_count() or 1)
+        self._sandboxes = asyncio.Semaphore(len(os.sched_getaffinity(0)))
 
     async def start(self, config: TrainConfig) -> None:
         """Make the tools' schemas. Raises ValueError for a tool without hints or docstring."""

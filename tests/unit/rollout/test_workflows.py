@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import sys
 from dataclasses import replace
 from fractions import Fraction
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from areal_lite.config import RolloutConfig
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
+from areal_lite.rewards.sandbox.run import Limits, Outcome
 from areal_lite.rollout.episode import (
     Transcript,
     grouped,
@@ -363,6 +365,27 @@ async def capital(country: str) -> str:
     )
     assert answers[7].startswith("error: not a tool call") and len(answers) == 8
     assert text.endswith(f"42{END}") and trajectory.reward is None
+
+
+def test_no_more_sandboxes_run_at_once_than_this_process_has_cores(monkeypatch) -> None:
+    """More would pass their limit of time with programs that are fast."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    running = [0]
+
+    async def run_python(code: str, limits: Limits) -> Outcome:
+        running.append(running[-1] + 1)
+        await asyncio.sleep(0.01)
+        running.append(running[-1] - 1)
+        return Outcome(ended="exit", status=0, stdout="1", stderr="")
+
+    async def main() -> None:
+        python = Tools(["python"]).python
+        await asyncio.gather(*(python("print(1)") for _ in range(4)))
+
+    monkeypatch.setattr("areal_lite.workflows.tools.run_python", run_python)
+    asyncio.run(main())
+    assert max(running) == 1
 
 
 def test_two_tools_of_one_name_are_refused(user_code) -> None:
