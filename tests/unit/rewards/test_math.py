@@ -5,6 +5,10 @@ import pytest
 from areal_lite.rewards.math import math_reward, stated_result
 
 RIGHT = [
+    (r"\boxed{42.}", "42"),
+    (r"$$\boxed{\frac{1}{2}. }$$", r"\frac{1}{2}"),
+    (r"\boxed{\text{Tuesday.}}", "Tuesday"),
+    ("<answer>42.</answer>", "42"),
     (r"so it is \boxed{\frac{1}{2}}", "0.5"),
     (r"\[\boxed{\frac{3}{4}}\]", "0.75"),
     (r"\boxed{(x+1)^2}", "x^2+2x+1"),
