@@ -89,8 +89,8 @@ _FRACTION = re.compile(
     """,
     re.VERBOSE,
 )
-# Minus and dash; spaces that do not break.
-_CHARACTERS = str.maketrans("\u2212\u2013\u00a0\u2009\u202f", "--   ")
+# Minus and dash; spaces that do not break, of which ~ is LaTeX's.
+_CHARACTERS = str.maketrans("\u2212\u2013\u00a0\u2009\u202f~", "--    ")
 _VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
 _SUPERSCRIPTS = re.compile("(?<=[0-9])[²³]")
 _TAG = re.compile(r"</?(?:b|strong|i|em|u|p|span|code)>")

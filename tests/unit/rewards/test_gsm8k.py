@@ -76,6 +76,8 @@ RIGHT = [
     ("The answer is 1.5 million.", "1.5"),
     (r"\boxed{30^{\circ}}", "30"),
     (r"\boxed{5\,\text{cm}}", "5"),
+    (r"\boxed{5~\text{cm}}", "5"),
+    ("It is ~5. The answer is ~5.", "5"),
     ("The answer is 5m.", "5"),
     ("The answer is $5/hour.", "5"),
     ("The answer is 18, since 3 * 6 = 18", "18"),
