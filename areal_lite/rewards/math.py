@@ -94,7 +94,7 @@ _CHOSEN = re.compile(
     re.IGNORECASE,
 )
 _UNIT = re.compile(
-    r"(?:\\(?:text|mathrm|mbox|textrm)\{\s?([A-Za-z. ]{1,20}?)\s?\}|(?<=[0-9\s}])([A-Za-z]{2,12}))"
+    r"(?:\\(?:text|mathrm|mbox|textrm)\{\s?([A-Za-z. ]{1,20}?)\s?\}|(?<=[0-9\s}])([A-Za-z]{1,12}))"
     r"(?:\^\{?([0-9])\}?)?\Z"
 )
 _UNITS = {
@@ -144,6 +144,8 @@ class _Result:
         self.bare = bare if len(bare) <= _BARE_CHARACTERS else ""
         self.unit: tuple[str, str] | None = None
         match = _UNIT.search(self.bare)
+        if match and len(match[2] or "") == 1 and not _NUMBERS.fullmatch(bare, 0, match.start()):
+            match = None  # a variable
         if match and (name := _UNITS.get((match[1] or match[2]).strip().lower())):
             self.unit = name, match[3] or "1"
             self.bare = self.bare[: match.start()].strip()

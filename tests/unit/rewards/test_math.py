@@ -5,6 +5,11 @@ import pytest
 from areal_lite.rewards.math import math_reward, stated_result
 
 RIGHT = [
+    (r"\boxed{5 m}", "5"),
+    (r"\boxed{5}", "5 m"),
+    (r"\boxed{5 meters}", "5 m"),
+    (r"\boxed{5m}", "5m"),
+    (r"\boxed{\frac{1}{2}\text{ m}}", "0.5 m"),
     (r"\boxed{42.}", "42"),
     (r"$$\boxed{\frac{1}{2}. }$$", r"\frac{1}{2}"),
     (r"\boxed{\text{Tuesday.}}", "Tuesday"),
@@ -134,6 +139,9 @@ RIGHT = [
     ("The answer is (−∞, 6].", r"(-\infty, 6]"),
 ]
 WRONG = [
+    (r"\boxed{5 cm}", "5 m"),
+    (r"\boxed{5 m}", "5 min"),
+    (r"\boxed{2.5 h}", "2.5 s"),
     (r"\boxed{3}", "$4$"),
     (r"\boxed{2}", "y=2x+1"),
     (r"\boxed{4} then \boxed{5}", "4"),
