@@ -76,6 +76,7 @@ RIGHT = [
     ("The answer is 1.5 million.", "1.5"),
     (r"\boxed{30^{\circ}}", "30"),
     (r"\boxed{5\,\text{cm}}", "5"),
+    ("#### 5 cm", "5 m"),  # units are not compared
     (r"\boxed{5~\text{cm}}", "5"),
     ("It is ~5. The answer is ~5.", "5"),
     ("The answer is 5m.", "5"),
