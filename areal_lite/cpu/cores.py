@@ -67,11 +67,11 @@ class FreeCores:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Compute on the free cores inside the block. OMP_NUM_THREADS, if set, decides instead."""
+        if not self._ranks:  # all ranks ask, wherever the environment decides
+            self._ranks = _ranks_of_this_machine()
         if "OMP_NUM_THREADS" in os.environ or not _STAT.exists():
             yield
             return
-        if not self._ranks:
-            self._ranks = _ranks_of_this_machine()
         torch.set_num_threads(self._threads)
         before = Usage.now()
         try:

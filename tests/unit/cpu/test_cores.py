@@ -85,6 +85,21 @@ def test_a_failed_step_gives_the_cores_back(free, monkeypatch) -> None:
     assert torch.get_num_threads() == 1
 
 
+def test_ranks_whose_environments_differ_do_not_wait_for_each_other(free, monkeypatch) -> None:
+    """All ranks tell each other where they are, also one whose environment decides."""
+    asked: list[str | None] = []
+    monkeypatch.setattr(
+        cores,
+        "_ranks_of_this_machine",
+        lambda: asked.append(os.environ.get("OMP_NUM_THREADS")) or 1,
+    )
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for _ in range(2):
+        with free():
+            pass
+    assert asked == ["1"]
+
+
 def test_the_environment_decides_if_it_says_so(free, monkeypatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(Usage, "now", None)
