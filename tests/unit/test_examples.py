@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import os
 import random
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,6 +164,40 @@ def test_the_chat_model_comes_from_the_hub_or_else_from_the_package(
         with pytest.raises(RuntimeError, match="package"):
             get_model(folder)
     assert list(folder.parent.iterdir()) == [folder] * folder.exists(), "nothing else is left"
+
+
+def test_a_chat_model_that_another_example_has_made_meanwhile_stays(tmp_path, monkeypatch) -> None:
+    get_model, folder = code("chat_model/get_model.py")["get_model"], tmp_path / "chat"
+
+    def from_hub(made: Path) -> None:
+        for one in (made, folder):
+            one.mkdir()
+            (one / "config.json").touch()
+
+    monkeypatch.setitem(get_model.__globals__, "from_hub", from_hub)
+    get_model(folder)
+    assert list(tmp_path.iterdir()) == [folder] and len(list(folder.iterdir())) == 1
+
+
+_PYTHON = """#!/bin/sh
+out=$(echo "$@" | grep -o "out=[^ ]*"); out=${out#out=}
+case "$*" in
+  *make_model*) mkdir -p "$out" ;;
+  *sft*) sleep 0.5; [ -d "$out-random" ] || exit 1; mkdir "$out"; echo made >> "$out.log" ;;
+esac
+"""
+
+
+def test_examples_that_start_together_make_their_model_once(tmp_path) -> None:
+    for name in ("areal-lite", "python"):
+        (tmp_path / name).write_text(_PYTHON)
+        (tmp_path / name).chmod(0o755)
+    warm = tmp_path / "models" / "warm"
+    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "WARM_MODEL": str(warm)}
+    source = f"set -euo pipefail; . {EXAMPLES}/warm_model.sh"
+    runs = [subprocess.Popen(["bash", "-c", source], env=os.environ | own) for _ in range(3)]
+    assert [run.wait() for run in runs] == [0, 0, 0]
+    assert (tmp_path / "models" / "warm.log").read_text() == "made\n"
 
 
 @pytest.mark.parametrize("more", [[], ["data.source=hf", "data.path=data", "data.eval_path=null"]])
