@@ -108,8 +108,11 @@ def _check(rubric: Rubric) -> None:
         raise ValueError("the question lacks {completion}, the text to judge")
     if bool(rubric.url) == (rubric.server is not None):
         raise ValueError("give either the url of a judge, or server: {} to serve the folder model")
-    if rubric.range[0] >= rubric.range[1]:
-        raise ValueError(f"range={list(rubric.range)}: give the lower end first")
+    low, high = rubric.range
+    if not -math.inf < low < high < math.inf:
+        raise ValueError(f"range={[low, high]}: give the lower end first, and two finite numbers")
+    if wrong := {word: s for word, s in rubric.words.items() if not low <= s <= high}:
+        raise ValueError(f"words={wrong} is not in range={[low, high]}: set range, too")
     if rubric.key and not environ.get(rubric.key):
         raise ValueError(f"key={rubric.key}: set this environment variable to the API key")
 
