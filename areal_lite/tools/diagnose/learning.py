@@ -225,7 +225,7 @@ def gradient_spikes(run: History) -> Sign | None:
 )
 def mixed_evaluations(run: History) -> Sign | None:
     every, share = run.config.eval.every, limit("mixed_share")
-    mixed = [line for line in run.evals if every and np.ptp(line["versions"]) > share * every]
+    mixed = [one for one in run.evals if every and np.ptp(one["versions"] or 0) > share * every]
     if not mixed:
         return None
     first = mixed[0]["versions"]

@@ -322,6 +322,12 @@ def test_evaluations_that_mix_the_weights_of_many_steps(tmp_path: Path) -> None:
     evidence = the_only(mixed, "mixed_evaluations", HINT)
     assert "1 of 3 evaluations, 10 steps apart; the one of version 10 was answered by" in evidence
     assert not findings(run_with("b", (0, 5), (10, 10)))
+    # Every answer failed, so no version sampled a token.
+    unanswered = run_with("c", (0, 0))
+    (unanswered / "evals.jsonl").write_text(
+        '{"name": "h", "version": 0, "greedy": 0.0, "problems": 9, "versions": []}\n'
+    )
+    assert not findings(unanswered)
 
 
 def test_uniform_groups_are_counted_from_the_store(tmp_path: Path) -> None:
