@@ -20,9 +20,10 @@ def stalled(run: History) -> Sign | None:
         return None
     usual = float(np.median(run.values("time_s")[1:])) if len(run.metrics) > 1 else 0.0
     patience = max(limit("stall_s"), limit("stall_factor") * usual)
-    if not run.metrics:  # servers start, and an evaluation may come before the first step
+    last = run.metrics[-1]["logged_at"] if run.metrics else 0.0
+    if last < run.started_at:  # servers start, and an evaluation may come before the first step
         patience += run.config.server.start_timeout_s
-    since = run.now - (run.metrics[-1]["logged_at"] if run.metrics else run.started_at)
+    since = run.now - max(last, run.started_at)
     if since <= patience:
         return None
     normal = f" (usually {usual:.1f} s)" if usual else ""

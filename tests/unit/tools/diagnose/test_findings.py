@@ -389,6 +389,18 @@ def test_a_stall_names_the_role(tmp_path: Path, role: str) -> None:
         assert "no controller" in the_only(run_dir, "stalled", ALARM, END + 300)
 
 
+def test_the_time_before_a_resume_is_no_stall(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", planned=99, ended=False)
+    started = END + 86_400
+    os.utime(run_dir / "config.yaml", (started, started))
+    with open(run_dir / "lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        timeout_s = TrainConfig(model="model").server.start_timeout_s
+        assert not findings(run_dir, started + timeout_s)
+        evidence = the_only(run_dir, "stalled", ALARM, started + timeout_s + 101)
+        assert f"no step for {timeout_s + 101:.0f} s after step 30" in evidence
+
+
 def test_a_run_that_ended_early_says_why(tmp_path: Path) -> None:
     error = "2026-11-22 02:22:27,719 ERROR areal_lite.trainer.loop: 5 skipped steps in a row\n"
     run_dir = make_run(tmp_path / "a", planned=99, logs={"trainer.log": f"step 1\n{error}"})
