@@ -181,7 +181,7 @@ class History:
     def middle(self, key: str) -> np.ndarray:
         """Return the known values, but not of the first step or while generation ends."""
         last = 1 + self.config.buffer.max_staleness if self.complete else 0
-        return _known(self.values(key)[1 : len(self.metrics) - last])
+        return _known(self.values(key)[1 : max(len(self.metrics) - last, 0)])
 
     def share_of_time(self, key: str) -> float | None:
         """Return the seconds of `key` as a share of the steps' time; None with too few steps."""

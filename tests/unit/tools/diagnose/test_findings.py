@@ -240,6 +240,12 @@ def test_a_trainer_that_must_wait_for_its_own_pushes_is_no_finding(tmp_path: Pat
     assert findings(run_dir).keys() == {"slow_servers"}
 
 
+def test_a_run_shorter_than_its_lead_has_no_middle(tmp_path: Path) -> None:
+    """All of it is start or end: a trainer that waits there says nothing about speed."""
+    run_dir = make_run(tmp_path / "run", "buffer.max_staleness=40", wait_s=6.0)
+    assert not findings(run_dir)
+
+
 def test_the_command_prints_alarms_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
