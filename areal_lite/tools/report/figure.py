@@ -40,6 +40,7 @@ _STYLE: dict[Any, Any] = {
     "axes.edgecolor": _GREY,
     "legend.frameon": False,
     "legend.fontsize": 10,
+    "text.parse_math": False,  # a name may have two dollars
 }
 # As many characters of 12.5 points fit on the page.
 _HEADLINE_CHARACTERS = 165

@@ -83,6 +83,13 @@ def test_a_picture_of_any_run(tmp_path, make):
     assert (picture != 1.0).any()
 
 
+def test_a_name_with_dollars_is_no_formula(tmp_path):
+    run_dir = tmp_path / "cost_$5_vs_$6"
+    run_dir.mkdir()
+    hand_made(run_dir)
+    assert write_report(run_dir).is_file()
+
+
 def test_each_data_source_has_a_line(tmp_path):
     simulate(tmp_path, steps=6)
     path = tmp_path / "metrics.jsonl"
