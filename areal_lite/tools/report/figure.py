@@ -144,7 +144,7 @@ def _label_versions(axes: Axes, window: Mapping[str, Any]) -> None:
     pushes, seconds = window["pushes"], window["end"] - window["start"]
     if not pushes:
         return
-    starts = [(pushes[0][0] - 1, window["start"]), *((v, end) for v, _, end in pushes)]
+    starts = [(window["version"], window["start"]), *((v, end) for v, _, end in pushes)]
     ends = [*(start for _, start, _ in pushes), window["end"]]
     transform = axes.get_xaxis_transform()
     strip = {"transform": transform, "clip_on": False}

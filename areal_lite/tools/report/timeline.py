@@ -121,6 +121,7 @@ def build_windows(columns: Columns, metrics: Metrics) -> list[dict[str, Any]]:
             "name": name,
             "start": start - origin,
             "end": end - origin,
+            "version": max((v for v, (at, _) in paused.items() if at <= start), default=0),
             "pushes": [
                 [version, at - origin, at + pause - origin]
                 for version, (at, pause) in paused.items()

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from areal_lite.tools.report.charts import charts_of, smooth
-from areal_lite.tools.report.figure import draw_chart, write_report
+from areal_lite.tools.report.figure import _label_versions, draw_chart, write_report
 from areal_lite.tools.report.run_data import read_run
 from areal_lite.tools.report.timeline import pushes_of, segment_spans, tokens_per_s
 from tests.unit.tools.report.synthetic_run import T0, hand_made, simulate
@@ -117,6 +117,14 @@ def test_the_timeline_shows_versions_in_their_colors(tmp_path):
         np.flatnonzero((np.abs(timeline - color).max(-1) < 0.02).any(0)) for color in (blue, orange)
     ]
     assert columns[0].max() < columns[1].min(), "version 0 is left of the push, version 1 right"
+
+
+def test_the_strip_begins_with_the_version_before_the_first_push():
+    """With sync.every=4, version 4 follows version 0."""
+    axes = Figure().subplots()
+    pushes = [[4, 10.0, 10.5], [8, 20.0, 20.5]]
+    _label_versions(axes, {"version": 0, "start": 0.0, "end": 30.0, "pushes": pushes})
+    assert [text.get_text() for text in axes.texts] == ["version 0", "version 4", "version 8"]
 
 
 def test_a_chart_may_have_a_series_without_points():

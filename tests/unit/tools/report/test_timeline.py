@@ -166,6 +166,17 @@ def test_windows_show_the_bars_that_are_inside(run: Path, columns: Columns) -> N
             assert all(one[2] == other[1] for one, other in zip(spans, spans[1:]))
 
 
+def test_a_window_begins_with_the_version_that_the_servers_have(run: Path, columns) -> None:
+    rarely = [
+        row if row["version"] % 4 == 0 else {**row, "paused_at": None, "pause_s": None}
+        for row in read_metrics(run)
+    ]
+    (window,) = build_windows(columns, rarely)
+    assert window["version"] == 0 and [version for version, *_ in window["pushes"]] == [4, 8]
+    for window in build_windows(columns, read_metrics(run)):
+        assert window["version"] == window["pushes"][0][0] - 1
+
+
 def test_chosen_groups_are_the_worst_the_best_and_the_recorded(columns: Columns) -> None:
     ids, steps, rewards = group_rewards(columns)
     recorded = {int(step): int(ids[steps == step][1]) for step in np.unique(steps)}
