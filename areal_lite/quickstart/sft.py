@@ -16,6 +16,7 @@ from areal_lite.run_dir.metrics import read_events
 from areal_lite.run_dir.resume import STOPPED, clear_stop_request, lock_run_dir, stop_requested
 from areal_lite.tools.formatting import short
 from areal_lite.tools.report.panel import Progress, View, eta, sparkline
+from areal_lite.tools.report.summary import known_values
 
 _RANK = "areal_lite.quickstart.sft_rank"
 # The steps whose mean pace is shown.
@@ -69,13 +70,14 @@ def warm_up_view(config: SftConfig, run_dir: Path) -> View:
         return replace(view, waits={"trainer": "loads the model"})
     times_s = [step["time_s"] for step in steps[-_RECENT_STEPS:]]
     rate = config.batch_size * len(times_s) / sum(times_s)
-    losses = [step["loss"] for step in steps]
+    losses = known_values(steps, "loss")
+    loss = "not finite" if steps[-1]["loss"] is None else short(losses[-1])
     return replace(
         view,
         eta_s=eta(times_s, total - done, 0.0),
-        line=[f"loss {short(losses[-1])}"],
+        line=[f"loss {loss}"],
         sections={
-            "learning": {"loss": f"{short(losses[-1])} {sparkline(losses, 10)}"},
+            "learning": {"loss": f"{loss} {sparkline(losses, 10)}"},
             "speed": {"demonstrations": f"{short(rate)}/s"},
         },
     )

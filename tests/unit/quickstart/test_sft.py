@@ -27,6 +27,14 @@ def test_the_view_of_a_warm_up(tmp_path):
     assert progress_line(view, 30.0) == "warm-up step 60/100 · loss 0.05 · ETA 0:20"
 
 
+def test_a_warm_up_whose_loss_is_not_finite_goes_on(tmp_path):
+    for step, loss in enumerate((2.5, float("nan")), start=1):
+        append_event(tmp_path, "sft", {"step": step, "time_s": 1.0, "loss": loss})
+    view = warm_up_view(SftConfig(model="model", out="warm"), tmp_path)
+    assert view.line == ["loss not finite"]
+    assert view.sections["learning"] == {"loss": "not finite ▁"}
+
+
 def test_a_stop_ends_a_warm_up_at_once(tmp_path, monkeypatch):
     def start_ranks(roles, *_) -> list[Role]:
         (tmp_path / "stop").touch()
