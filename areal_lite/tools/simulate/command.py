@@ -78,15 +78,19 @@ def _splits(
 def divided(config: SimulateConfig, gpus: int, trainer_share: float) -> SimulateConfig:
     """Return the settings for a number of GPUs, about `trainer_share` of which train.
 
-    The data-parallel ranks divide the batch. What no rank can use generates.
+    The data-parallel ranks divide the batch. What no rank can use generates. In turn, all GPUs do
+    both. With too few GPUs there is no server.
     """
     variant = deepcopy(config)
     trainer, server = variant.trainer, variant.server
     rank_gpus = trainer.world_size // trainer.data_parallel
     wanted = max(1, round(gpus * trainer_share / rank_gpus))
+    wanted = max(1, gpus // rank_gpus) if server.takes_turns else wanted
     parts = trainer.batch_groups // trainer.minibatches
     trainer.data_parallel = max(ranks for ranks in range(1, wanted + 1) if parts % ranks == 0)
-    server.count = (gpus - trainer.world_size) // server.tensor_parallel
+    left = gpus - trainer.world_size
+    generating = gpus if server.takes_turns and left >= 0 else max(left, 0)
+    server.count = generating // server.tensor_parallel
     each = config.rollout.max_concurrent / config.server.count
     size = variant.rollout.group_size
     variant.rollout.max_concurrent = max(size, round(each * server.count))
@@ -122,23 +126,22 @@ def _schedules(config: SimulateConfig) -> Iterator[tuple[str, SimulateConfig]]:
 
 def _in_turn(config: SimulateConfig) -> SimulateConfig:
     """Return the settings with which all GPUs generate, and all of them train, in turn."""
-    gpus = num_gpus(config)
-    variant = divided(config, gpus, trainer_share=1.0)
+    turns = deepcopy(config)
+    turns.server.args = config.server.args | {"enable_memory_saver": True}
+    variant = divided(turns, num_gpus(config), trainer_share=1.0)
     variant.sync.every, variant.buffer.window = 1, None
     variant.buffer.max_staleness, _ = _SCHEDULES["async"]
-    servers = gpus // variant.server.tensor_parallel
-    each = config.rollout.max_concurrent / config.server.count
-    variant.server.count, variant.rollout.max_concurrent = servers, round(each * servers)
-    variant.server.args = variant.server.args | {"enable_memory_saver": True}
     variant.rollout.interrupt = "retract"
     return variant
 
 
 def _losses(config: SimulateConfig) -> Iterator[tuple[str, SimulateConfig, Loss | None]]:
     servers = min(max(1, _GPUS_PER_NODE // config.server.tensor_parallel), config.server.count - 1)
-    yield "no", config, None
-    yield f"for {_RETURN_S:.0f} s", config, Loss(servers, after_s=0.0, return_s=_RETURN_S)
-    yield "for good", config, Loss(servers, after_s=0.0)
+    yield "0", config, None
+    if servers:
+        lost = servers * config.server.tensor_parallel
+        yield f"{lost} for {_RETURN_S:.0f} s", config, Loss(servers, 0.0, return_s=_RETURN_S)
+        yield f"{lost} for good", config, Loss(servers, after_s=0.0)
 
 
 def _sizes(config: SimulateConfig) -> Iterator[tuple[str, SimulateConfig]]:
@@ -155,7 +158,7 @@ QUESTIONS: dict[str, tuple[str, Callable[[SimulateConfig], Iterable[tuple[Any, .
     "staleness": ("buffer.max_staleness", _bounds),
     "pushes": ("sync.every", _cadences),
     "schedules": ("schedule", _schedules),
-    "loss": (f"a node of {_GPUS_PER_NODE} GPUs is lost", _losses),
+    "loss": (f"GPUs lost with a node of {_GPUS_PER_NODE}", _losses),
     "scale": ("GPUs, with the same batch", _sizes),
 }
 
@@ -257,6 +260,8 @@ def summary_text(config: SimulateConfig, summary: Summary) -> str:
 
 def comparison_text(question: str, variants: Sequence[Variant]) -> str:
     """Return the table of a comparison. `index` is the speed against the first row."""
+    if not variants:
+        return f"{QUESTIONS[question][0]}: no value is possible with these settings"
     first = variants[0].summary.tokens_per_s
     heads = ("tokens/s", "index", "trainer waits", "servers idle", "staleness")
     cells = [

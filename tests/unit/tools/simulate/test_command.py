@@ -101,6 +101,41 @@ def test_servers_that_take_turns_are_paused_in_each_step() -> None:
     assert apart.pause_share < 0.1 and apart.step_s < summary.step_s
 
 
+def test_all_gpus_of_any_number_are_used_in_turn() -> None:
+    few = ["simulate.gpus=[16,64]", "simulate.steps=1", "simulate.warm_up=0"]
+    config = checked_config("simulate", [*SMALL, *IN_TURN, *few])
+    assert [(v.name, v.gpus) for v in compare("scale", config)] == [("16", 16), ("64", 64)]
+    assert [(v.name, v.gpus) for v in compare("servers", config)] == [("8 of 8", 8)]
+    apart = checked_config("simulate", [*SMALL, *few])
+    assert {v.gpus for v in compare("schedules", apart)} == {8}
+
+
+@pytest.mark.parametrize(
+    "question, overrides",
+    [
+        ("scale", ["simulate.gpus=[2]", "server.tensor_parallel=4"]),
+        ("scale", ["simulate.gpus=[2]", "trainer.tensor_parallel=4"]),
+        ("scale", ["simulate.gpus=[2]", "trainer.tensor_parallel=4", *IN_TURN]),
+        ("scale", ["simulate.gpus=[]"]),
+        ("staleness", ["sync.every=40", "buffer.max_staleness=60", "trainer.steps=100"]),
+    ],
+)
+def test_a_question_without_an_answer_is_one_line(
+    question: str, overrides: list[str], capsys, tmp_path
+) -> None:
+    few = ["simulate.steps=1", "simulate.warm_up=0", f"simulate.out={tmp_path / 'out.json'}"]
+    assert main(["simulate", *SMALL, *few, *overrides, f"simulate.compare=[{question}]"]) == 0
+    assert "no value is possible with these settings" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out.json").read_text())["comparisons"] == {question: []}
+
+
+def test_the_only_server_is_not_lost() -> None:
+    config = checked_config("simulate", [*SMALL, "server.count=1", "simulate.steps=1"])
+    assert [v.name for v in compare("loss", config)] == ["0"]
+    config = checked_config("simulate", [*SMALL, "server.count=3", "simulate.steps=1"])
+    assert [v.name for v in compare("loss", config)] == ["0", "2 for 300 s", "2 for good"]
+
+
 @pytest.mark.parametrize(
     "overrides, advice",
     [
