@@ -171,12 +171,19 @@ def workload(config: SimulateConfig) -> Workload:
         warm_up = config.buffer.max_staleness + 2
     if simulation.measured_run is not None:
         return measured_workload(Path(simulation.measured_run), warm_up, simulation.steps)
-    longest = config.rollout.max_new_tokens
+    longest, server = config.rollout.max_new_tokens, server_speed(config)
+    grain = max(1, longest // _GRAINS)
+    sequence = grain * (max(1, round(simulation.prompt_tokens / grain)) - (-longest // grain))
+    if sequence > server.kv_tokens:
+        raise ValueError(
+            f"rollout.max_new_tokens={longest}: a sequence of {sequence:,} tokens does not fit a "
+            f"KV cache of {server.kv_tokens:,.0f}: lower it, or raise server.tensor_parallel"
+        )
     return Workload(
         lengths=LogNormalLengths(
             mean=simulation.length_mean, spread=simulation.length_spread, longest=longest
         ),
-        server=server_speed(config),
+        server=server,
         trainer=trainer_speed(config),
         prompt_tokens=simulation.prompt_tokens,
         share_prompts=not config.server.args.get("disable_radix_cache", False),
@@ -184,7 +191,7 @@ def workload(config: SimulateConfig) -> Workload:
         reward_s=simulation.reward_s,
         warm_up=warm_up,
         steps=simulation.steps,
-        grain=max(1, longest // _GRAINS),
+        grain=grain,
     )
 
 

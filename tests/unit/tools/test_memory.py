@@ -442,6 +442,8 @@ def test_a_cache_without_room_for_a_sequence_does_not_fit():
     server = ServerConfig(args={"mem_fraction_static": 0.2, "max_total_tokens": 1000})
     config = TrainConfig(model="m", server=server, trainer=TrainerConfig(gpu_memory_fraction=0.6))
     assert share_gpu(config, QWEN3_0_6B, 140 * GIB).missing == ["one sequence in the KV cache"]
+    config.server.args["max_total_tokens"] = None
+    assert not share_gpu(config, QWEN3_0_6B, 140 * GIB).missing
 
 
 def test_the_dry_run_shows_what_fits(tmp_path, capsys, monkeypatch):

@@ -154,6 +154,7 @@ def test_the_advice_says_when_to_take_turns(overrides: list[str], advice: str) -
     [
         ("trainer.data_parallel=3", "cannot be dealt equally to trainer.data_parallel=3"),
         ("simulate.length_mean=2000", "must be below rollout.max_new_tokens=1024"),
+        ("server.args.max_total_tokens=1200", "1,224 tokens does not fit a KV cache of 1,200"),
         ("simulate.measured_run=/nowhere", "config.yaml cannot be read"),
     ],
 )

@@ -110,6 +110,13 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         server_speed(config)
 
 
+def test_no_limit_of_the_cache_is_its_memory() -> None:
+    config = checked_config("simulate", ["server.args.max_total_tokens=null"])
+    assert server_speed(config) == server_speed(checked_config("simulate", []))
+    config.server.args["max_total_tokens"] = 9000
+    assert server_speed(config).kv_tokens == 9000
+
+
 def test_recomputing_costs_a_forward_pass_each() -> None:
     settings = ["trainer.minibatches=1", "simulate.step_fixed_s=0"]
     plain = trainer_speed(checked_config("simulate", settings))
