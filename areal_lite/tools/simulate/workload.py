@@ -359,9 +359,9 @@ def _steps(
 def _trainer_speed(records: list[dict], prompt_tokens: float, ranks: int) -> TrainerSpeed:
     """Average the parts of a step. What is neither waiting nor a push nor training is fixed."""
     steps = len(records) - 1
-    seconds = records[-1]["logged_at"] - records[0]["logged_at"]
-    keys = ("wait_s", "train_s", "push_s", "pause_s", "drain_s", "tokens", "trajectories")
-    wait_s, train_s, push_s, pause_s, drain_s, tokens, trajectories = (
+    # Not by `logged_at`: between two starts of a run is a time that belongs to no step.
+    keys = ("time_s", "wait_s", "train_s", "push_s", "pause_s", "drain_s", "tokens", "trajectories")
+    seconds, wait_s, train_s, push_s, pause_s, drain_s, tokens, trajectories = (
         sum(record.get(key) or 0.0 for record in records[1:]) for key in keys
     )
     pushes = max(1, sum(record["pause_s"] is not None for record in records[1:]))

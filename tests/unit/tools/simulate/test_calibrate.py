@@ -108,15 +108,16 @@ def test_only_the_chosen_trajectories_are_fitted() -> None:
 
 
 def test_the_parts_of_a_step_are_averaged() -> None:
-    """Two pushes in three steps; the first record only says when the second step began."""
+    """Two pushes in three steps, of which one follows a resume; the first record is left out."""
     keys = (
-        "logged_at", "wait_s", "train_s", "push_s", "pause_s", "drain_s", "tokens", "trajectories"
+        "logged_at", "time_s", "wait_s", "train_s", "push_s", "pause_s", "drain_s", "tokens",
+        "trajectories",
     )  # fmt: skip
     rows = [
-        (100.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9, 9),
-        (110.0, 3.0, 4.0, 1.5, 0.5, 0.5, 800, 10),
-        (120.0, 1.0, 6.0, 0.0, None, None, 1200, 10),
-        (130.0, 2.0, 5.0, 4.0, 0.5, 2.0, 1000, 10),
+        (100.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9, 9),
+        (110.0, 10.0, 3.0, 4.0, 1.5, 0.5, 0.5, 800, 10),
+        (990.0, 10.0, 1.0, 6.0, 0.0, None, None, 1200, 10),
+        (1000.0, 10.0, 2.0, 5.0, 4.0, 0.5, 2.0, 1000, 10),
     ]
     speed = _trainer_speed([dict(zip(keys, row)) for row in rows], prompt_tokens=20.0, ranks=2)
     assert speed.per_token_s == pytest.approx(15 * 2 / (3000 + 600))
