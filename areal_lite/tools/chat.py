@@ -132,12 +132,12 @@ async def _answer(fleet: Fleet, conversation: Conversation, prompt: np.ndarray) 
         completion = await fleet.complete(session, so_far, part)
         tokens += completion.tokens.tolist()
         reason = completion.finish_reason
-        # The last characters may still lack bytes, which stand in the next tokens.
+        # The last characters may lack bytes of the next tokens, and take back those before them.
         text = decode(tokens).rstrip("\N{REPLACEMENT CHARACTER}")
         if ends := [text.index(stop) + len(stop) for stop in params.stop if stop in text]:
             text, reason = text[: min(ends)], "stop"
-        print(visible(text.removeprefix(shown)), end="", flush=True)
-        shown = text
+        print(visible(text[len(shown) :]), end="", flush=True)
+        shown = max(shown, text, key=len)
     print("" if reason == "stop" else " […]", flush=True)
     return shown
 

@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Fast
+from tokenizers import decoders
+from tokenizers.models import BPE
 
 from areal_lite.config import DataConfig, RolloutConfig, TrainConfig, save_config
 from areal_lite.data.tokenizer import Tokenizer
@@ -89,7 +92,12 @@ def test_a_run_is_asked_as_it_was_trained(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("text", "lines"),
-    [("a\n\n  b \n", ["a", "b"]), ("a\n/quit\nb\n", ["a"]), ("", []), ("a", ["a"])],
+    [
+        ("a\n\n  b \n", ["a", "b"]),
+        ("a\n/quit\nb\n", ["a"]),
+        ("", []),
+        ("a", ["a"]),
+    ],
 )
 def test_lines_end_with_the_input_or_with_quit(monkeypatch, text, lines):
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
@@ -102,27 +110,43 @@ def test_given_prompts_are_asked_each_by_itself(tmp_path):
     assert asked(conversation, "b") == "<user>b<assistant>"
 
 
-def test_an_answer_ends_at_a_text(tmp_path, capsys):
-    """Its tokens come a few at a time, and the text may end in the middle of them."""
-    made = tokenizer(tmp_path, "")
-    rest = made.encode("one two three four", add_special_tokens=False)
+def servers_of(rest: list[int]) -> Any:
+    """Make servers that sample the tokens of `rest`, as many at once as they are asked for."""
 
     class Servers:
         async def open_session(self, rid):
             return None
 
         async def complete(self, session, tokens, params):
-            part = [rest.pop(0) for _ in range(params.max_new_tokens)]
+            part, rest[:] = rest[: params.max_new_tokens], rest[params.max_new_tokens :]
             chunk = GenerationChunk(
                 tokens=np.array(part, np.int32),
                 logprobs=np.zeros(len(part), np.float32),
                 versions=np.zeros(len(part), np.int32),
                 finish_reason="length",
             )
-            return Completion([chunk], 1, "length")
+            return Completion([chunk], 1, "length" if rest else "stop")
 
+    return Servers()
+
+
+def test_a_character_of_several_bytes_is_printed_once(tmp_path, capsys):
+    """A decoder with a fallback to bytes takes back the characters before an incomplete one."""
+    made = tokenizer(tmp_path, "")
+    text = "In Amharic: ኢትዮጵያ"
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    made._fast = Fast(BPE(vocab=vocab, merges=[], byte_fallback=True))
+    made._fast.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    conversation = Conversation(made, ChatConfig())
+    answer = asyncio.run(_answer(servers_of([*text.encode()]), conversation, np.zeros(1, np.int32)))
+    assert answer == text and capsys.readouterr().out == f"{text}\n"
+
+
+def test_an_answer_ends_at_a_text(tmp_path, capsys):
+    """Its tokens come a few at a time, and the text may end in the middle of them."""
+    made = tokenizer(tmp_path, "")
+    servers = servers_of(made.encode("one two three four", add_special_tokens=False))
     conversation = Conversation(made, ChatConfig(stop=["o thr", "zzz"]))
-    servers: Any = Servers()
     assert asyncio.run(_answer(servers, conversation, conversation.prompt("?"))) == "one two thr"
     assert capsys.readouterr().out == "one two thr\n"
 
