@@ -149,9 +149,10 @@ def _lines() -> Iterator[str]:
     terminal = sys.stdin.isatty()
     while True:
         try:
-            line = input("> " if terminal else "").strip()
+            line = input("> " if terminal else "").encode(errors="replace")
         except EOFError:
             return
+        line = line.decode("utf-8-sig").strip()
         if line == _QUIT:
             return
         if line:

@@ -94,6 +94,8 @@ def test_a_run_is_asked_as_it_was_trained(tmp_path, capsys):
     ("text", "lines"),
     [
         ("a\n\n  b \n", ["a", "b"]),
+        ("\ufeffa\n", ["a"]),
+        ("\udce9a\n", ["?a"]),
         ("a\n/quit\nb\n", ["a"]),
         ("", []),
         ("a", ["a"]),
