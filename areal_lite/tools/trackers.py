@@ -73,8 +73,10 @@ class TensorBoard(Grouped):
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # What an earlier start wrote beyond the step where this one goes on is hidden.
-            self._writer = SummaryWriter(purge_step=at, **self._arguments)
+            # What an earlier start wrote beyond the step where this one goes on is hidden. The
+            # training step of the version that an evaluation is of stays.
+            first = at if axis == "step" else at + 1
+            self._writer = SummaryWriter(purge_step=first, **self._arguments)
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, at)
         self._writer.flush()

@@ -24,7 +24,7 @@ from areal_lite.run_dir.metrics import (
     tracker_class,
 )
 from areal_lite.tools.metric_table import GROUPS
-from areal_lite.tools.trackers import Wandb, grouped_name
+from areal_lite.tools.trackers import TensorBoard, Wandb, grouped_name
 
 STEP = dict.fromkeys(STEP_KEYS, 0)
 EVALUATION = {"name": "addition", "version": 1, "greedy": 0.5, "pass_at_k": {"1": 0.25, "4": 0.75}}
@@ -265,3 +265,22 @@ def test_a_tracker_that_is_not_there_is_refused(monkeypatch, name, message):
 def test_a_metric_has_the_name_of_its_group_if_it_is_sent():
     assert grouped_name("reward_mean") == "reward/reward_mean" and grouped_name("step") is None
     assert grouped_name("mine") == "other/mine"
+
+
+def test_tensorboard_hides_only_what_is_trained_again(tmp_path, monkeypatch):
+    """A run that resumes at step 10 may log an evaluation of version 10 before step 11."""
+    hidden = []
+
+    class Writer:
+        def __init__(self, purge_step: int, log_dir: str):
+            hidden.append(purge_step)
+
+        def add_scalar(self, *_: object) -> None: ...
+
+        def flush(self) -> None: ...
+
+    module = SimpleNamespace(SummaryWriter=Writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    TensorBoard(tmp_path, {}).log_step({**STEP, "step": 11})
+    TensorBoard(tmp_path, {}).log_evaluation({**EVALUATION, "version": 10})
+    assert hidden == [11, 11]
