@@ -143,7 +143,7 @@ class ConsoleObserver:
         from areal_lite.tools.report.figure import write_report  # matplotlib is slow to import
         from areal_lite.tools.report.page import write_page
 
-        console = Console(stderr=True)
+        console = Console(stderr=True, markup=False, emoji=False)  # a path may look like both
         console.print(summary_table(summary))
         paths = f"run directory: {run_dir}\nreport: {write_report(run_dir)}, {write_page(run_dir)}"
         console.print(paths, highlight=False, soft_wrap=True)

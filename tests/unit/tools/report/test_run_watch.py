@@ -11,9 +11,10 @@ from areal_lite.run_dir.metrics import STEP_KEYS, append_event
 from areal_lite.tools.diagnose.history import read_history
 from areal_lite.tools.report import run_watch
 from areal_lite.tools.report.panel import Notice
-from areal_lite.tools.report.run_watch import RunWatch, warning_notices
+from areal_lite.tools.report.run_watch import CONSOLE, RunWatch, warning_notices
 from tests.unit.run_dir.sample_status import STATUS
 from tests.unit.tools.report.recorded_run import unpack
+from tests.unit.tools.report.synthetic_run import T0, hand_made
 
 LINE = "2026-01-02 03:04:05,678 {} {}: {}\n"
 
@@ -111,3 +112,14 @@ def test_findings_come_from_a_diagnosis_that_is_repeated(tmp_path, monkeypatch):
     for _ in range(20):
         assert run.view().notices == notices
         time.sleep(0.02)
+
+
+def test_paths_are_printed_as_they_are(tmp_path, capsys):
+    """Brackets are no markup, and words between colons no pictures."""
+    run_dir = tmp_path / "grid[lr]" / "a:fire:b"
+    run_dir.mkdir(parents=True)
+    config = hand_made(run_dir)
+    (run_dir / "evals.jsonl").unlink()
+    CONSOLE.report(run_dir, CONSOLE.summarize(config, run_dir, T0, T0 + 20))
+    printed = capsys.readouterr().err
+    assert f"run directory: {run_dir}\n" in printed and f"{run_dir}/report.html" in printed
