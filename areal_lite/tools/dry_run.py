@@ -35,6 +35,7 @@ from areal_lite.tools import memory
 from areal_lite.tools.evaluate import reading
 from areal_lite.tools.formatting import byte_size, counted, excerpt
 from areal_lite.tools.memory import SIZES, SharedGpu, share_gpu
+from areal_lite.tools.report.summary import age_label
 from areal_lite.weights.push import BUCKET_BYTES, choose_transport
 
 # A token with its log-prob and text in the store, measured (benchmarks/results/store.json).
@@ -114,8 +115,7 @@ def objective_lines(config: TrainConfig) -> list[str]:
     advantages = "" if algo.loss == "tb" else f", advantages {algo.advantage.estimator}"
     window = f"at most {counted(config.buffer.window or 0, 'group')} may pass one that still runs"
     lines = [
-        f"objective: {algo.loss}{decoupled}{advantages}, "
-        f"tokens at most {counted(config.buffer.max_staleness, 'step')} stale",
+        f"objective: {algo.loss}{decoupled}{advantages}, tokens: {age_label(config.buffer)}",
         *([] if config.buffer.window is None else [f"{window}: no token is overdue"]),
     ]
     for name, own in source_configs(config).items():

@@ -162,7 +162,8 @@ class History:
     @property
     def takes_turns(self) -> bool:
         """Return whether generation waits for every push, as nothing may start for later steps."""
-        return self.config.max_lead < self.config.sync.every
+        replays = self.config.buffer.replay.capacity
+        return not replays and self.config.max_lead < self.config.sync.every
 
     def values(self, key: str) -> np.ndarray:
         """Return `key` of each step, float64 [steps], NaN where it is unknown."""

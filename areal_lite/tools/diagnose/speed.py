@@ -3,6 +3,7 @@
 import numpy as np
 
 from areal_lite.tools.diagnose.history import History, Sign, finding, hint, limit
+from areal_lite.tools.report.summary import age_label
 
 _STALEST = "staleness_max"
 _HELD_BACK = {
@@ -27,12 +28,12 @@ def slow_servers(run: History) -> Sign | None:
         return None
     found = hint(
         f"the trainer waits {wait:.0%} of the time; requests in flight {share:.0%} of the limit; "
-        f"staleness up to {np.nanmax(run.values(_STALEST)):.0f} of "
-        f"{run.config.buffer.max_staleness}"
+        f"largest staleness {np.nanmax(run.values(_STALEST)):.0f}, {age_label(run.config.buffer)}"
     )
     # Between two pushes the age of the oldest tokens rises to the bound.
     lowest = run.config.max_lead - run.config.sync.every + 1
-    at_bound = len(staleness) and np.median(staleness) >= lowest
+    replays = run.config.buffer.replay.capacity  # then nothing bounds it
+    at_bound = not replays and len(staleness) and np.median(staleness) >= lowest
     return found._replace(words=_HELD_BACK) if at_bound and share < limit("full_share") else found
 
 

@@ -46,7 +46,7 @@ from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase
 from areal_lite.system.processes import visible
 from areal_lite.tools.formatting import duration, pause, short
 from areal_lite.tools.report.run_data import source_names
-from areal_lite.tools.report.summary import off_policy_label
+from areal_lite.tools.report.summary import age_label, off_policy_label
 
 RECENT_STEPS = 10
 """The steps whose mean pace is shown."""
@@ -308,7 +308,7 @@ def train_view(state: RunState) -> View:
     steps = state.config.trainer.steps
     times_s = [step["time_s"] for step in state.timed]
     config, without_servers = state.config, state.config.debug_mode == "train_only"
-    off_policy = f"{off_policy_label(config.algo)}, staleness up to {config.buffer.max_staleness}"
+    off_policy = f"{off_policy_label(config.algo)}, {age_label(config.buffer)}"
     generation = {} if without_servers else {"generation": _generation(state)}
     waits = {"trainer": _trainer(state)} | ({} if without_servers else {"servers": _servers(state)})
     if state.status and state.status.evaluating:

@@ -12,7 +12,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from areal_lite.config import AlgoConfig, TrainConfig
+from areal_lite.config import AlgoConfig, BufferConfig, TrainConfig
 from areal_lite.run_dir.paths import REPORT_FILE, STORE_FILE, TOTALS_FILE
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.system.files import read_json
@@ -205,7 +205,7 @@ def build_summary(
         "reward_first": run.metrics[0]["reward_mean"] if run.metrics else None,
         "reward_last": run.metrics[-1]["reward_mean"] if run.metrics else None,
         "trajectories_per_s": facts["trajectories"] / seconds if seconds else None,
-        "staleness_bound": config.buffer.max_staleness,
+        "staleness_bound": run.staleness_bound,
         "off_policy_label": off_policy_label(config.algo),
         **_counts(run),
     }
@@ -239,6 +239,11 @@ def summary_table(summary: dict[str, Any]) -> Table:
     for name, text in _SUMMARY.items():
         table.add_row(name.format_map(texts), text.format_map(texts))
     return table
+
+
+def age_label(buffer: BufferConfig) -> str:
+    """Say how old tokens may be when they are trained on."""
+    return "of any age" if buffer.replay.capacity else f"staleness up to {buffer.max_staleness}"
 
 
 def off_policy_label(algo: AlgoConfig) -> str:

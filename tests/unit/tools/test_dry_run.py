@@ -41,6 +41,13 @@ def test_the_cadence(every: int, buffer: dict, text: str) -> None:
     assert text in cadence_line(config)
 
 
+def test_a_replay_buffer_has_tokens_of_any_age() -> None:
+    config = TrainConfig(model="m")
+    assert objective_lines(config)[0].endswith(", tokens: staleness up to 4")
+    config.buffer.replay.capacity = 8
+    assert objective_lines(config)[0].endswith(", tokens: of any age")
+
+
 def own_data(folder: Path, row: dict[str, str]) -> TrainConfig:
     build_char_tokenizer().save_pretrained(folder)
     config = TrainConfig(model=str(folder))

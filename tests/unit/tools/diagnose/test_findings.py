@@ -190,6 +190,15 @@ def test_why_the_trainer_waits(tmp_path: Path, in_flight: int, title: str, chang
     assert found.title.startswith(title) and found.change.startswith(change)
 
 
+def test_no_bound_holds_a_replay_buffer_back(tmp_path: Path) -> None:
+    for bound in (4, 0):
+        replay = ["buffer.replay.capacity=8", f"buffer.max_staleness={bound}"]
+        waits = {"wait_s": 5.0, "staleness_max": 9, "in_flight": 20}
+        found = findings(make_run(tmp_path / f"run-{bound}", *replay, **waits))["slow_servers"]
+        assert found.title == "The trainer waits for the servers"
+        assert "largest staleness 9, of any age" in found.evidence
+
+
 def test_prompts_in_quarantine_are_found(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     held = {"p7": {"prompt_index": 7, "failure": "it hung at my.py:3 in f", "lasts": True}}

@@ -514,6 +514,9 @@ def test_other_objectives_have_off_policy_data_too():
     other.algo.loss = "tb"
     titles = list(train_view(replace(RUN, config=other)).sections)
     assert titles[-1] == "off-policy data, staleness up to 4"
+    other.buffer.replay.capacity = 8
+    titles = list(train_view(replace(RUN, config=other)).sections)
+    assert titles[-1] == "off-policy data, of any age"
 
 
 def test_a_long_step_is_given_in_minutes():

@@ -44,6 +44,13 @@ def test_rates_count_what_was_trained_on_since_the_first_trajectory(complete):
     assert complete["wall_s"] == pytest.approx(50.0)
 
 
+def test_a_replay_buffer_has_no_bound(tmp_path):
+    config = hand_made(tmp_path)
+    config.buffer.replay.capacity = 8
+    save_config(config, tmp_path)
+    assert build_summary(tmp_path, config, T0, T0 + 50)["staleness_bound"] is None
+
+
 def test_staleness_segments_and_pushes(complete):
     assert (complete["staleness_mean"], complete["max_staleness"], complete["staleness_bound"]) == (
         0.75,
