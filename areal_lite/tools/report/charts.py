@@ -170,7 +170,7 @@ def charts_of(run: RunData, bins: int = BINS) -> dict[str, dict[str, Any]]:
         ends = [min(staleness[0]["x"]), max(staleness[0]["x"])]
         bounds = {"name": f"bound ({bound})", "style": "bound", "x": ends, "y": [bound] * 2}
         staleness.append(bounds)
-    more = [staleness_chart(columns, bound), length_chart(columns)]
+    more = [staleness_chart(run.trained, bound), length_chart(columns)]
     if (edges := time_edges(columns, metrics, bins)) is not None:
         more += speed_charts(columns, metrics, edges)
     shown = {id: chart for id, chart in charts.items() if chart["series"]}

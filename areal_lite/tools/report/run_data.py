@@ -25,6 +25,7 @@ class RunData:
     evals: list[dict[str, Any]]
     config: dict[str, Any]
     columns: Columns
+    trained: Columns  # with a replay buffer, a trajectory for each draw of it; else `columns`
     ended: bool
 
     @property
@@ -45,12 +46,16 @@ class RunData:
 def read_run(run_dir: Path) -> RunData:
     """Read all records that exist. Raises ValueError for a directory that has none."""
     existing_run(run_dir)
+    config, store = read_run_config(run_dir), run_dir / STORE_FILE
+    columns = read_columns(store)
+    replays = value_of(config, "buffer.replay.capacity")
     return RunData(
         run_dir=run_dir,
         metrics=read_metrics(run_dir),
         evals=read_events(run_dir, "evals"),
-        config=read_run_config(run_dir),
-        columns=read_columns(run_dir / STORE_FILE),
+        config=config,
+        columns=columns,
+        trained=read_columns(store, drawn=True) if replays else columns,
         ended=(run_dir / SUMMARY_FILE).exists(),
     )
 
@@ -65,8 +70,8 @@ def read_run_config(run_dir: Path) -> dict[str, Any]:
     return without_secrets(stored_settings(run_dir))
 
 
-def read_columns(path: Path) -> Columns:
-    """Read the columns of the store at `path`, in one pass over each table.
+def read_columns(path: Path, drawn: bool = False) -> Columns:
+    """Read the columns of the store at `path`, in one pass over each table; `drawn` as there.
 
     Without a store there are no trajectories: a run with debug=train_only has none. Raises
     ValueError for a store that cannot be read.
@@ -75,7 +80,7 @@ def read_columns(path: Path) -> Columns:
         return to_columns()
     with closing(ColumnReader(path)) as reader:
         reader.snapshot()
-        return reader.columns()
+        return reader.columns(drawn)
 
 
 def source_names(metrics: Metrics) -> list[str]:

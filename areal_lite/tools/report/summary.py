@@ -79,7 +79,7 @@ _SUMMARY = {
 
 def count_facts(run: RunData) -> dict[str, Any]:
     """Count the numbers of FACTS; None where the run did not get that far."""
-    metrics, evals, columns = run.metrics, run.evals, run.columns
+    metrics, evals, columns = run.metrics, run.evals, run.trained
     used = columns.step >= 0
     pauses = [seconds for _, seconds in pushes_of(metrics).values()]
     seconds = training_s(run) or None

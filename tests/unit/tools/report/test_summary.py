@@ -6,10 +6,13 @@ import sqlite3
 import pytest
 from rich.console import Console
 
-from areal_lite.config import save_config
+from areal_lite.config import ReplayConfig, save_config
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.system.files import write_json
-from areal_lite.tools.report.summary import build_summary, summary_table
+from areal_lite.tools.report.charts import charts_of
+from areal_lite.tools.report.run_data import read_run
+from areal_lite.tools.report.summary import build_summary, count_facts, summary_table
+from tests.unit.tools.audit.history import lived
 from tests.unit.tools.report.synthetic_run import GROUPS, T0, config_of, hand_made
 
 
@@ -49,6 +52,20 @@ def test_a_replay_buffer_has_no_bound(tmp_path):
     config.buffer.replay.capacity = 8
     save_config(config, tmp_path)
     assert build_summary(tmp_path, config, T0, T0 + 50)["staleness_bound"] is None
+
+
+def test_draws_from_a_replay_buffer_count_each_time(tmp_path):
+    """As in the metrics of the steps; the store has a trajectory once."""
+    replay = ReplayConfig(capacity=6, recency_probability=0.3)
+    run_dir = lived(tmp_path / "run", buffer__replay=replay).run_dir
+    run = read_run(run_dir)
+    facts = count_facts(run)
+    for key in ("trajectories", "tokens"):
+        assert facts[key] == sum(line[key] for line in run.metrics)
+    assert facts["trajectories"] > (run.columns.step >= 0).sum()
+    counts = charts_of(run)["staleness_histogram"]["counts"]
+    assert len(counts) == 1 + max(line["staleness_max"] for line in run.metrics)
+    assert sum(counts) == facts["tokens"]
 
 
 def test_staleness_segments_and_pushes(complete):
