@@ -10,6 +10,7 @@ from areal_lite.config import ReplayConfig, save_config
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.system.files import write_json
 from areal_lite.tools.report.charts import charts_of
+from areal_lite.tools.report.rollouts import sample_groups
 from areal_lite.tools.report.run_data import read_run
 from areal_lite.tools.report.summary import build_summary, count_facts, summary_table
 from tests.unit.tools.audit.history import lived
@@ -66,6 +67,23 @@ def test_draws_from_a_replay_buffer_count_each_time(tmp_path):
     counts = charts_of(run)["staleness_histogram"]["counts"]
     assert len(counts) == 1 + max(line["staleness_max"] for line in run.metrics)
     assert sum(counts) == facts["tokens"]
+
+
+def test_importance_weights_are_of_the_group_that_is_shown(tmp_path):
+    """A batch from a replay buffer has groups of its own, with numbers that other groups have."""
+    for capacity, known in ((0, True), (8, False)):
+        run_dir = tmp_path / f"run-{capacity}"
+        run_dir.mkdir()
+        config = hand_made(run_dir)
+        config.buffer.replay.capacity = capacity
+        save_config(config, run_dir)
+        with sqlite3.connect(run_dir / "trajectories.sqlite") as db:
+            db.execute("INSERT INTO draws VALUES (0, 0, 0, 0, 0)")
+        prox = {"0": [-1.0] * 30, "1": [-1.0] * 60}
+        append_event(run_dir, "proximal", {"step": 0, "group_id": 0, "prox": prox})
+        first = next(iter(sample_groups(read_run(run_dir))))
+        assert first["group"] == 0
+        assert (first["samples"][0]["weights"] is not None) == known
 
 
 def test_staleness_segments_and_pushes(complete):
