@@ -1,5 +1,8 @@
 """The commands beside the core, each with its settings. Importing this loads none of the tools."""
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -260,3 +263,17 @@ def existing_run(folder: str | Path) -> Path:
     if not any((run_dir / file).exists() for file in files):
         raise ValueError(f"{run_dir} is not a run directory: it has no {CONFIG_FILE}")
     return run_dir
+
+
+@contextmanager
+def no_traceback() -> Iterator[None]:
+    """Say in one line that a folder has no records of a run. Raises ValueError."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError) as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(frame.filename).name}:{frame.lineno}"
+        raise ValueError(
+            f"the records are damaged, or no run wrote them ({type(error).__name__}: {error}, at "
+            f"{place}): restore them from a copy"
+        ) from error

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from areal_lite.config.help import show
-from areal_lite.tools.commands import DiagnoseConfig, existing_run
+from areal_lite.tools.commands import DiagnoseConfig, existing_run, no_traceback
 from areal_lite.tools.diagnose import failures, learning, signals, speed
 from areal_lite.tools.diagnose.history import Finding, History, Severity, limit, read_history
 
@@ -68,6 +68,7 @@ def alarm_line(run_dir: Path) -> str | None:
     return f"areal-lite diagnose {run_dir} explains {count}"
 
 
+@no_traceback()
 def run(config: DiagnoseConfig) -> int:
     """Print the findings about a run."""
     # What follows of a line is below the words of its first part.

@@ -4,9 +4,7 @@ import hashlib
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from wsgiref.simple_server import WSGIServer, make_server
@@ -16,7 +14,7 @@ from rich.console import Console
 from areal_lite.run_dir.paths import EVALS_FILE, METRICS_FILE, STORE_FILE, SUMMARY_FILE
 from areal_lite.system.files import write_atomically
 from areal_lite.system.network import LOOPBACK
-from areal_lite.tools.commands import ReportConfig, existing_run
+from areal_lite.tools.commands import ReportConfig, existing_run, no_traceback
 from areal_lite.tools.report.page import compare_page, run_page, write_page
 from areal_lite.tools.report.rollouts import show_matching
 
@@ -34,21 +32,7 @@ _HEADERS = (
 )
 
 
-@contextmanager
-def _no_traceback() -> Iterator[None]:
-    """Say in one line that a folder has no records of a run. Raises ValueError."""
-    try:
-        yield
-    except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError) as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(frame.filename).name}:{frame.lineno}"
-        raise ValueError(
-            f"the records are damaged, or no run wrote them ({type(error).__name__}: {error}, at "
-            f"{place}): restore them from a copy"
-        ) from error
-
-
-@_no_traceback()
+@no_traceback()
 def report(config: ReportConfig) -> int:
     """Write report.html and report.png of a run, or one page that compares several."""
     if len(config.runs) > 1:
@@ -65,7 +49,7 @@ def report(config: ReportConfig) -> int:
     return 0
 
 
-@_no_traceback()
+@no_traceback()
 def inspect(config: ReportConfig) -> int:
     """Print trajectories."""
     console = Console(highlight=False, soft_wrap=True)
@@ -74,6 +58,7 @@ def inspect(config: ReportConfig) -> int:
     return 0
 
 
+@no_traceback()
 def follow(config: ReportConfig) -> int:
     """Serve the page of a run until the user interrupts it."""
     run_dir = _only_run(config)

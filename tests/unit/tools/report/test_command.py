@@ -3,6 +3,7 @@
 import http.client
 import io
 import json
+import sqlite3
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -221,6 +222,16 @@ def test_a_damaged_configuration_is_one_line(tmp_path: Path, capsys, content: st
         assert main([*words, str(run_dir)]) == 1
         message = capsys.readouterr().err
         assert message.count("\n") == 1 and "config.yaml" in message
+
+
+@pytest.mark.parametrize("words", [["report"], ["report", "--follow"], ["diagnose"], ["audit"]])
+def test_a_number_that_a_flipped_bit_made_is_one_line(tmp_path: Path, capsys, words) -> None:
+    run_dir = unpack("async", tmp_path)
+    with sqlite3.connect(run_dir / "trajectories.sqlite") as db:
+        db.execute("UPDATE trajectories SET n_tokens = n_tokens | 1 << 40 WHERE group_id = 3")
+    assert main([*words, str(run_dir)]) == 1
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and "the records are damaged" in message
 
 
 def test_settings_of_another_command_are_shown(tmp_path: Path) -> None:
