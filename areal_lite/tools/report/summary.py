@@ -85,7 +85,8 @@ def count_facts(run: RunData) -> dict[str, Any]:
     seconds = training_s(run) or None
     tokens = int(columns.sampled[used].sum())
     main = [e for e in evals if e.get("name") == evals[0].get("name")]
-    before, after = main[0] if main else {}, main[-1] if len(main) > 1 else {}
+    before = next((e for e in main if not e["version"]), {})
+    after = next((e for e in reversed(main) if e["version"]), {})
     rewards = known_values(metrics, "reward_mean")
     return {
         "steps": len(metrics),

@@ -48,6 +48,15 @@ def test_rates_count_what_was_trained_on_since_the_first_trajectory(complete):
     assert complete["wall_s"] == pytest.approx(50.0)
 
 
+def test_evaluations_that_began_later_are_none_before_training(tmp_path):
+    """A run may get its first held-out problems when it is resumed."""
+    config = hand_made(tmp_path)
+    lines = (tmp_path / "evals.jsonl").read_text().splitlines()
+    (tmp_path / "evals.jsonl").write_text(f"{lines[1]}\n")
+    summary = build_summary(tmp_path, config, T0, T0 + 50)
+    assert summary["accuracy_before"] is None and summary["accuracy_after"] == 0.60
+
+
 def test_a_replay_buffer_has_no_bound(tmp_path):
     config = hand_made(tmp_path)
     config.buffer.replay.capacity = 8
