@@ -9,7 +9,7 @@ from pathlib import Path
 
 from areal_lite.config import stored_settings, value_of
 from areal_lite.data.model_folder import check_model_folder
-from areal_lite.run_dir.paths import CHECKPOINTS_DIR, EXPORTS_DIR, HF_DIR
+from areal_lite.run_dir.paths import CHECKPOINT_MARKER, CHECKPOINTS_DIR, EXPORTS_DIR, HF_DIR
 from areal_lite.run_dir.resume import checkpoint_steps, damage, newest_whole_step
 from areal_lite.system.processes import environment
 from areal_lite.tools.commands import ExportConfig, existing_run
@@ -50,7 +50,12 @@ def model_of_step(run_dir: Path, step: int) -> Path:
     if final.is_dir() and value_of(stored_settings(run_dir), "trainer.steps") == step:
         return final
     folder = export_folder(run_dir, step)
-    return folder if folder.is_dir() else export_step(run_dir, step, folder)
+    if not folder.is_dir():
+        return export_step(run_dir, step, folder)
+    written = run_dir / CHECKPOINTS_DIR / f"step-{step}" / CHECKPOINT_MARKER
+    if folder.lstat().st_mtime < written.stat().st_mtime:
+        raise ValueError(f"{folder} is older than the checkpoint of step {step}: remove it")
+    return folder
 
 
 def newest_step(run_dir: Path) -> int:

@@ -206,11 +206,13 @@ def other_model(tiny_model, tmp_path_factory) -> str:
 def publish(run_dir: Path, step: int, model: str) -> None:
     """Write a checkpoint that was exported already."""
     (run_dir / "exports").mkdir(exist_ok=True)
-    (run_dir / "exports" / f"step-{step}").symlink_to(model)
     folder = run_dir / "checkpoints" / f"step-{step}"
-    folder.mkdir(parents=True)
-    (folder / "weights").write_text(str(step))
-    write_manifest(folder, {})
+    scratch = folder.with_name(f"{step}.tmp")
+    scratch.mkdir(parents=True)
+    (scratch / "weights").write_text(str(step))
+    write_manifest(scratch, {})
+    (run_dir / "exports" / f"step-{step}").symlink_to(model)
+    scratch.rename(folder)
 
 
 @pytest.mark.timeout(200)

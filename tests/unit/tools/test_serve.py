@@ -1,5 +1,6 @@
 """`areal-lite serve` refuses what cannot be served, and says what to do."""
 
+import os
 import socket
 import sys
 
@@ -8,8 +9,10 @@ import pytest
 from areal_lite.config import ServerConfig, TrainConfig, save_config
 from areal_lite.config.rules import check_rules
 from areal_lite.quickstart.make_model import build_char_tokenizer
+from areal_lite.run_dir.resume import write_manifest
 from areal_lite.system.network import free_port
 from areal_lite.tools.commands import ServeConfig
+from areal_lite.tools.export import model_of_run
 from areal_lite.tools.serve import check
 
 
@@ -68,3 +71,19 @@ def test_a_key_is_refused_in_a_command_line(model, monkeypatch):
     assert "hush" not in str(refused.value)
     monkeypatch.setattr(sys, "argv", ["areal-lite", "serve", "server.api_key=${oc.env:KEY}"])
     check(config(model, api_key="hush-1"))
+
+
+def test_weights_of_an_older_checkpoint_are_refused(model, tmp_path):
+    """The run went back, and has trained the step again since it was exported."""
+    save_config(TrainConfig(model=model), tmp_path)
+    checkpoint, exported = tmp_path / "checkpoints/step-4", tmp_path / "exports/step-4"
+    for folder in (checkpoint, exported):
+        folder.mkdir(parents=True)
+    (checkpoint / "weights").write_text("4")
+    write_manifest(checkpoint, {})
+    written = (checkpoint / "manifest.json").stat().st_mtime
+    os.utime(exported, (written + 1, written + 1))
+    assert model_of_run(tmp_path) == exported
+    os.utime(exported, (written - 1, written - 1))
+    with pytest.raises(ValueError, match="step-4 is older than the checkpoint of step 4: remove"):
+        model_of_run(tmp_path)
