@@ -98,8 +98,8 @@ def export_step(
     source = Path(model or stored_settings(run_dir)["model"])
     if not source.is_dir():
         raise ValueError(
-            f"the run started from the model {source}, which is not there: add model=… with the "
-            "folder to which it was moved"
+            f"the run started from the model {source}, which is not there: give the folder to "
+            f"which it was moved (areal-lite export {run_dir} model=…)"
         )
     check_model_folder(source)
     # Megatron-core would use a GPU that it sees, and a run may need all of its memory.

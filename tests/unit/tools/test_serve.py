@@ -1,6 +1,7 @@
 """`areal-lite serve` refuses what cannot be served, and says what to do."""
 
 import os
+import re
 import socket
 import sys
 
@@ -86,4 +87,16 @@ def test_weights_of_an_older_checkpoint_are_refused(model, tmp_path):
     assert model_of_run(tmp_path) == exported
     os.utime(exported, (written - 1, written - 1))
     with pytest.raises(ValueError, match="step-4 is older than the checkpoint of step 4: remove"):
+        model_of_run(tmp_path)
+
+
+def test_a_model_that_was_moved_is_given_to_export(tmp_path):
+    """Neither chat nor serve has a setting for it: their `model` is another one."""
+    save_config(TrainConfig(model="/gone"), tmp_path)
+    checkpoint = tmp_path / "checkpoints/step-4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "weights").write_text("4")
+    write_manifest(checkpoint, {})
+    remedy = re.escape(f"(areal-lite export {tmp_path} model=…)")
+    with pytest.raises(ValueError, match=f"the model /gone, which is not there: .* {remedy}"):
         model_of_run(tmp_path)
