@@ -341,7 +341,7 @@ class StoreFile:
         # Autocommit outside explicit transactions: Python's implicit ones would be one more state.
         with self._explained():
             self._db = sqlite3.connect(
-                f"file:{path}?mode=ro" if self.read_only else path,
+                f"{path.absolute().as_uri()}?mode=ro" if self.read_only else path,
                 uri=self.read_only,
                 isolation_level=None,
                 check_same_thread=False,

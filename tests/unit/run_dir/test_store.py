@@ -359,3 +359,14 @@ def test_a_store_thread_survives_an_error_of_its_rollback(tmp_path, monkeypatch)
         await thread.close()
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("name", ["a?mode=rw", "a#b", "a%20b", "a b", "ä", "a\udce9"])
+def test_a_folder_of_any_name_can_be_read(tmp_path, name):
+    (tmp_path / name).mkdir()
+    path = tmp_path / name / "t.sqlite"
+    with contextlib.closing(Store(path)) as store:
+        finish(store, 3)
+    with contextlib.closing(RunReader(path)) as reader:
+        assert reader.counts()["finished"] == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == [name]
