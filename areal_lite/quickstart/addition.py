@@ -79,14 +79,14 @@ def make_problem(
         raise ValueError(f"split must be 'train' or 'test', got {split!r}")
     if index < 0:
         raise ValueError(f"index must not be negative, got {index}")
-    if not 1 <= max_digits <= MAX_DIGITS:
-        raise ValueError(f"max_digits must be in 1..{MAX_DIGITS}, got {max_digits}")
+    if type(max_digits) is not int or not 1 <= max_digits <= MAX_DIGITS:
+        raise ValueError(f"max_digits must be an integer in 1..{MAX_DIGITS}, got {max_digits!r}")
     if weights is None:
         weights = [_DECAY**d for d in range(max_digits)]
-    elif len(weights) != max_digits or min(weights) < 0 or not 0 < sum(weights) < float("inf"):
+    elif not _are_weights(weights, max_digits):
         raise ValueError(
             f"weights must be {max_digits} non-negative numbers with a positive sum,"
-            f" got {list(weights)}"
+            f" got {weights!r}"
         )
 
     # A string seed is hashed with SHA-512, so it is the same everywhere.
@@ -99,6 +99,13 @@ def make_problem(
         a, b = rng.randrange(low, high), rng.randrange(low, high)
         if split_of(a, b) == split:
             return Problem(a, b, digits)
+
+
+def _are_weights(given: object, number: int) -> bool:
+    numbers = given if isinstance(given, Sequence) else ()
+    if len(numbers) != number or not all(isinstance(one, int | float) for one in numbers):
+        return False
+    return min(numbers) >= 0 and 0 < sum(numbers) < float("inf")
 
 
 def prompt(problem: Problem) -> str:

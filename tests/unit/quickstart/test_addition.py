@@ -234,3 +234,18 @@ def test_tokenizer_survives_save_and_load(tokenizer, tmp_path, with_model_config
     assert loaded.decode(loaded.encode(text)) == text
     assert (loaded.pad_token, loaded.eos_token) == ("<pad>", "<eos>")
     assert loaded.chat_template == tokenizer.chat_template
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"max_digits": value} for value in ("8", 2.5, None, True, 13)),
+        *({"weights": value} for value in (3, "abcdefgh", [1, "x"] * 4, [1.0] * 7)),
+        {"weights": [float("nan")] * 8},
+    ],
+    ids=str,
+)
+def test_arguments_of_a_wrong_type_are_refused_in_words(wrong):
+    """They come from `data.args`, where a user may write anything."""
+    with pytest.raises(ValueError, match="must be"):
+        make_problem("train", 0, **wrong)
