@@ -102,6 +102,8 @@ def falling_accuracy(run: History) -> Sign | None:
             sets[line["name"]].append((line, accuracy))
     for name, lines in sets.items():
         (_, last), (best, top) = lines[-1], max(lines, key=lambda pair: pair[1])
+        if not 0 <= last <= top <= 1:
+            continue  # means of other rewards than shares have no known error
         error = math.sqrt((last * (1 - last) + top * (1 - top)) / best["problems"])
         steps = int(np.sum(run.values("step") <= best["version"]))
         # No reward exists before training, so the first ones of training are used.

@@ -322,6 +322,12 @@ def test_held_out_accuracy_falls_while_the_reward_rises(tmp_path: Path) -> None:
     assert not findings(make_run(tmp_path / "d", evals=(0.5, 0.6, 0.4), **falling))
 
 
+@pytest.mark.parametrize("evals", [(1.2, 2.4, 0.5), (-0.2, -0.5, -0.9), (0.5, 3.0, 1.0)])
+def test_rewards_that_are_no_shares_have_no_accuracy(tmp_path: Path, evals: tuple) -> None:
+    run_dir = make_run(tmp_path / "run", evals=evals, reward_mean=lambda step: 0.1 * step)
+    assert not findings(run_dir)
+
+
 def test_evaluations_that_mix_the_weights_of_many_steps(tmp_path: Path) -> None:
     def run_with(name: str, *spans: tuple[int, int]) -> Path:
         run_dir = make_run(tmp_path / name, "eval.every=10")
