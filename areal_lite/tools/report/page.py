@@ -91,7 +91,9 @@ def run_page(run_dir: Path, follow: bool = False) -> str:
         timeline=bool(windows),
         rollouts=rollouts if len(run.columns) else "",
         tables=[_table("final", "Final numbers", rows), _step_table(run)],
-        config=yaml.safe_dump(run.config, sort_keys=False) if run.config else "",
+        config=yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
+        if run.config
+        else "",
         follow="1" if follow else "",
     )
 
@@ -226,7 +228,7 @@ def config_differences(configs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     keys = dict.fromkeys(key for values in settings for key in values)
     rows = []
     for key in keys:
-        texts = [json.dumps(values[key]) if key in values else "–" for values in settings]
-        if len(set(texts)) > 1 and key not in _OWN_KEYS:
-            rows.append([key, *texts])
+        known = [json.dumps(of[key], ensure_ascii=False) if key in of else "–" for of in settings]
+        if len(set(known)) > 1 and key not in _OWN_KEYS:
+            rows.append([key, *known])
     return rows

@@ -282,3 +282,14 @@ def test_the_labels_of_an_axis_have_one_notation(tmp_path: Path) -> None:
         assert texts == ["0", "0.0005", "0.001", "0.0015"]
 
     browse(page.as_uri(), tmp_path / "profile", use)
+
+
+def test_settings_in_any_script_are_shown_as_they_are(tmp_path: Path) -> None:
+    for name, prompt in (("a", "短く答えて"), ("b", "Sé bref.")):
+        (tmp_path / name).mkdir()
+        config = hand_made(tmp_path / name)
+        config.data.system_prompt = prompt
+        save_config(config, tmp_path / name)
+    assert "system_prompt: 短く答えて" in run_page(tmp_path / "a")
+    page = compare_page([tmp_path / "a", tmp_path / "b"])
+    assert "短く答えて" in page and "Sé bref." in page
