@@ -343,7 +343,7 @@ def stop(child: subprocess.Popen, trains_in: Path | None) -> None:
 
 
 def address(text: str) -> str:
-    """Return the address of a hub. Raises ValueError for what is none."""
+    """Check the address of a hub, HOST:PORT. Raises ValueError."""
     host, _, port = text.rpartition(":")
     if run_files.port(port) and host and not set(":/") & set(host):
         return text

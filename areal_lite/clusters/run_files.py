@@ -106,7 +106,7 @@ def key_pair() -> tuple[bytes, bytes]:
 
 
 def port(text: str) -> int:
-    """Return a port, of which ZeroMQ would only use 16 bits. Raises ValueError for what is none."""
+    """Read the number of a port, of which ZeroMQ uses only 16 bits. Raises ValueError."""
     if 0 < (number := int(text)) < 1 << 16:
         return number
     raise ValueError(text)

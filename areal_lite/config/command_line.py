@@ -141,7 +141,7 @@ _REWORDED = {
     r"Error parsing override '(.+)' missing EQUAL.*": r"\1 has no value: write \1=…",
     r"Could not override '.+'\. No match .* use \+(\S+)": r"\1 would add settings: use +\1",
     r"Error merging override ([^=]+)=(.*?) Invalid type assigned: NoneType is not .*": (
-        r"\1=\2: null is no item of this list, leave it out"
+        r"\1=\2: a list of texts has no null: leave it out"
     ),
     r"Error merging override ([^=]+)=(.*?) Invalid type assigned: .* is not a subclass of .*": (
         r"\1=\2: \1 is a section: set its keys, \1.KEY=VALUE"

@@ -137,7 +137,7 @@ class Task:
 
 
 def _text(path: Path) -> str:
-    """Read a text. Raises OSError, also if it is no UTF-8."""
+    """Read a text. Raises OSError, also if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

@@ -155,7 +155,7 @@ def test_every_recipe_cites_its_paper_and_the_code_it_was_read_from(preset):
         ("trainer.lr", "trainer.lr has no value: write trainer.lr=…"),
         ("eval.sets=[a,[b]]", "eval.sets=['a', ['b']]: a list of single values has no inner"),
         ("rollout.filters=[{a: b}]", "rollout.filters=[{'a': 'b'}]: a list of single values has"),
-        ("logger.trackers=[null]", "logger.trackers=[null]: null is no item of this list"),
+        ("logger.trackers=[null]", "logger.trackers=[null]: a list of texts has no null"),
         ("server.host=::1", "choose an IPv4 address of this machine, or node"),
         ("debug=some", "debug=some: choose one of off, train_only"),
         ("debug=train_only", "debug=train_only has no servers: set eval.problems=0"),
