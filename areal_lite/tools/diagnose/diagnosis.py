@@ -4,6 +4,7 @@ A finding that another one explains is left out. docs/diagnose_page.py writes th
 metrics and thresholds.
 """
 
+import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,16 @@ from pathlib import Path
 from areal_lite.config.help import show
 from areal_lite.tools.commands import DiagnoseConfig, existing_run, no_traceback
 from areal_lite.tools.diagnose import failures, learning, signals, speed
-from areal_lite.tools.diagnose.history import Finding, History, Severity, limit, read_history
+from areal_lite.tools.diagnose.history import (
+    Finding,
+    History,
+    Severity,
+    Sign,
+    limit,
+    read_history,
+)
 
+log = logging.getLogger(__name__)
 GUIDE = [
     kind
     for module in (signals, failures, learning, speed)
@@ -27,11 +36,19 @@ def diagnose(run: History) -> list[Finding]:
     found = [
         replace(one, severity=sign.severity, evidence=sign.evidence, **sign.words)
         for one in GUIDE
-        if (sign := one.check(run))
+        if (sign := _check(one, run))
     ]
     names = {finding.name for finding in found}
     unexplained = [finding for finding in found if names.isdisjoint(finding.unless)]
     return sorted(unexplained, key=lambda finding: finding.severity is not Severity.ALARM)
+
+
+def _check(kind: Finding, run: History) -> Sign | None:
+    try:
+        return kind.check(run)
+    except Exception:  # it costs neither the other findings nor the summary at the end of a run
+        log.exception("the check %s failed: report it with the files of the run", kind.name)
+        return None
 
 
 def diagnosis_text(run: History) -> str:

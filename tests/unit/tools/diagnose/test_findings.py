@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from areal_lite.config import TrainConfig
 from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase, write_status
 from areal_lite.run_dir.store import Store
 from areal_lite.system.files import write_json
-from areal_lite.tools.diagnose.diagnosis import alarm_line, diagnose
-from areal_lite.tools.diagnose.history import Finding, Severity, read_history
+from areal_lite.tools.diagnose import diagnosis
+from areal_lite.tools.diagnose.diagnosis import GUIDE, alarm_line, diagnose
+from areal_lite.tools.diagnose.history import Finding, History, Severity, Sign, read_history
 from areal_lite.trajectory import Group
 from tests.unit.tools.report.recorded_run import unpack
 from tests.unit.tools.report.synthetic_run import T0, trajectory, write_group
@@ -228,6 +230,20 @@ def test_a_healthy_run_has_no_findings(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["diagnose", f"run_dir={run_dir}"]) == 0
     out = capsys.readouterr().out
     assert "ended, step 30 of 30" in out and "No findings: no check found anything wrong." in out
+
+
+def test_a_check_that_fails_costs_no_other_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(run: History) -> Sign | None:
+        raise ZeroDivisionError
+
+    run_dir = make_run(tmp_path / "run", evals=(0.9, 0.5, 0.1))
+    expected = findings(run_dir)
+    assert expected and not caplog.records
+    monkeypatch.setattr(diagnosis, "GUIDE", [replace(diagnosis.GUIDE[0], check=fail), *GUIDE])
+    assert findings(run_dir) == expected
+    assert "the check fail failed" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["async", "sync"])
