@@ -23,7 +23,7 @@ from pathlib import Path
 from areal_lite.config import TrainConfig, changed_settings, load_config, save_config
 from areal_lite.run_dir import resume
 from areal_lite.run_dir.metrics import forget_after
-from areal_lite.run_dir.paths import CONFIG_FILE, LOGS_DIR, STOP_FILE
+from areal_lite.run_dir.paths import CONFIG_FILE, LOGS_DIR, STOP_FILE, SUMMARY_FILE
 from areal_lite.servers.blocking import start_reaching
 from areal_lite.servers.registry import announced_servers
 
@@ -80,6 +80,8 @@ def _begin(run_dir: Path) -> int:
     version = resume.start_version(run_dir)
     if version >= load_config(run_dir).trainer.steps:
         print(f"the run is complete: it has a checkpoint of step {version}", file=sys.stderr)
+        if not (run_dir / SUMMARY_FILE).exists():  # it was stopped before `end`
+            end(run_dir)
         return COMPLETE
     resume.remove_files(run_dir)
     forget_after(run_dir, version)

@@ -44,3 +44,13 @@ def test_the_time_of_a_start_begins_with_it(tmp_path: Path, monkeypatch) -> None
     monkeypatch.setattr(local, "observer", local.Observer)
     assert prepare.end(tmp_path) == 0
     assert json.loads((tmp_path / SUMMARY_FILE).read_text())["wall_s"] < 60
+
+
+def test_a_run_that_was_stopped_before_its_end_gets_a_summary(tmp_path: Path, monkeypatch) -> None:
+    """The job was killed between the last checkpoint and `end`."""
+    config = TrainConfig(model="m", run_dir=str(tmp_path))
+    save_config(config, tmp_path)
+    monkeypatch.setattr(prepare.resume, "start_version", lambda folder: config.trainer.steps)
+    monkeypatch.setattr(local, "observer", local.Observer)
+    assert prepare.begin(tmp_path) == prepare.COMPLETE
+    assert (tmp_path / SUMMARY_FILE).exists()
