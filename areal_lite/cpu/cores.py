@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from areal_lite.system.processes import usable_cores
+
 log = logging.getLogger(__name__)
 _STAT = Path("/proc/stat")
 # user, system, irq, softirq and steal of a line of /proc/stat; what is nice gives way
@@ -78,7 +80,7 @@ class FreeCores:
             yield
         finally:
             torch.set_num_threads(1)
-        cores = len(os.sched_getaffinity(0))
+        cores = usable_cores()
         threads = threads_left(before, Usage.now(), cores, self._ranks)
         if threads != self._threads:
             log.info("the next training step has %d of %d cores", threads, cores)

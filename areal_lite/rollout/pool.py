@@ -1,7 +1,6 @@
 """Play episodes in the worker processes of a data source, from the controller."""
 
 import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from areal_lite.config.data import Sampled
 from areal_lite.data.prompts import Prompt, Split
 from areal_lite.rollout.episode import SINGLE_TURN, Rollout
 from areal_lite.rollout.worker import Complete, FetchPrompt, Judge, Play, Sampler, own_filters
+from areal_lite.system.processes import usable_cores
 from areal_lite.trajectory import Group
 from areal_lite.workers.pool import LATE_S, TaskFailed, WorkerPool
 from areal_lite.workers.process import pack, unpack
@@ -33,7 +33,7 @@ class EpisodePool(WorkerPool):
     def __init__(self, config: Sampled, splits: Sequence[Split]) -> None:
         rollout = config.rollout
         self._limit_s = rollout.episode_timeout_s
-        most = 8 * len(os.sched_getaffinity(0))
+        most = 8 * usable_cores()
         workers = min(most, math.ceil(rollout.max_concurrent / _EPISODES_A_WORKER))
         silence_s = min(_BLOCKED_S, max(LATE_S, self._limit_s))
         own_splits = splits if ":" in config.data.source else ()

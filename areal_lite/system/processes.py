@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,15 @@ def ending(status: int) -> str:
 def process_namespace() -> str:
     """Return a name of the machine and container in which this process's id is valid."""
     return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Return the cores that this process may use at once, also in a container with a limit."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # another system, or "max": no limit
+        limit_us, period_us = map(int, quota.read_text().split())
+        cores = min(cores, max(1, limit_us // period_us))
+    return cores
 
 
 def start_daemon(function: Callable[..., Any], *args: Any) -> Future[Any]:

@@ -6,7 +6,6 @@ answer. An error in a call is returned as text: the policy may learn from it.
 """
 
 import asyncio
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from areal_lite.config import TrainConfig
 from areal_lite.extensions import load_object
 from areal_lite.rewards.sandbox.run import Limits, SandboxError, run_python
 from areal_lite.rollout.episode import Episode, Transcript
+from areal_lite.system.processes import usable_cores
 from areal_lite.trajectory import Trajectory
 from areal_lite.workers.marks import called
 from areal_lite.workflows.tool_calls import answer_parser, check_parsers
@@ -59,7 +59,7 @@ class Tools:
         self._max_turns = max_turns
         self._max_characters = max_characters
         self._tool_parser = tool_parser
-        self._sandboxes = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+        self._sandboxes = asyncio.Semaphore(usable_cores())
 
     async def start(self, config: TrainConfig) -> None:
         """Make the tools' schemas. Raises ValueError for a tool without hints or docstring."""
