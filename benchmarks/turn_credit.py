@@ -1,12 +1,14 @@
 """Credit for turns against a reward at the end, on a task of six turns; counted in updates.
 
     python -m benchmarks.turn_credit [--seeds 1 2 3 4 5] [--steps 150] [--groups 2]
+                                     [--reward share] [--arms outcome turns]
 
 The environment shows one of four letters, and the policy answers with one token. It is right if
 the token belongs to the letter's quarter of the characters. After six turns the reward is the share
-of right answers. `outcome` gets this reward alone. `turns` also learns which answer was right, and
-`noise` is told at random. All begin with the same random model of a seed, and see the same prompts.
-An update has `--groups` of them, with four episodes each.
+of right answers, or with `--reward solved` 1 if four of them are right, and 0 otherwise. `outcome`
+gets this reward alone. `turns` also learns which answer was right, and `noise` is told at random.
+All begin with the same random model of a seed, and see the same prompts. An update has `--groups`
+of them, with four episodes each.
 
 Writes results/turn_credit.json and prints the updates until a mean reward of 0.5 and of 0.9, over
 five steps.
@@ -26,6 +28,10 @@ from benchmarks.launch import ROOT, areal_lite, make_model
 RESULTS = Path(__file__).with_name("results") / "turn_credit.json"
 LETTERS, TURNS, PROMPTS = "abcd", 6, 64
 WINDOW = 5
+REWARDS = {
+    "share": mean,
+    "solved": lambda right: float(sum(right) >= 4),
+}
 THRESHOLDS = (0.5, 0.9)
 TRAIN = (
     "schedule=sync data.source=jsonl data.chat=false data.max_prompt_tokens=8"
@@ -44,8 +50,8 @@ ARMS = {
 class SixTurns:
     """Show a letter of the prompt's answer in each turn, and judge the token that follows."""
 
-    def __init__(self, scores: str):
-        self._scores = scores
+    def __init__(self, scores: str, reward: str):
+        self._scores, self._reward = scores, REWARDS[reward]
 
     async def __call__(self, episode: Episode) -> Trajectory:
         transcript, right = Transcript(episode), []
@@ -56,13 +62,13 @@ class SixTurns:
             right.append(len(text) == 1 and ord(text) % len(LETTERS) == LETTERS.index(letter))
             told = right[-1] if self._scores == "exact" else random.random() < 0.5
             transcript.credit(told / TURNS)
-        return transcript.trajectory(mean(right))
+        return transcript.trajectory(self._reward(right))
 
 
-def run(work: Path, seed: int, arm: str, steps: int, groups: int) -> dict:
+def run(work: Path, seed: int, arm: str, steps: int, groups: int, reward: str) -> dict:
     """Train one run; return the mean reward of each step."""
     scores, settings = ARMS[arm]
-    run_dir = work / f"{arm.replace(', ', '-')}-{groups}-{seed}"
+    run_dir = work / f"{arm.replace(', ', '-')}-{reward}-{groups}-{seed}"
     shutil.rmtree(run_dir, ignore_errors=True)
     areal_lite(
         work / f"{run_dir.name}.log",
@@ -71,11 +77,12 @@ def run(work: Path, seed: int, arm: str, steps: int, groups: int) -> dict:
         *[f"data.path={work / 'prompts.jsonl'}", f"trainer.steps={steps}", *TRAIN.split()],
         f"trainer.batch_groups={groups}",
         "rollout.workflow=benchmarks.turn_credit:SixTurns",
-        *[f"rollout.workflow_args.scores={scores}", *settings.split()],
+        *[f"rollout.workflow_args.scores={scores}", f"rollout.workflow_args.reward={reward}"],
+        *settings.split(),
     )
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     rewards = [round(json.loads(line)["reward_mean"], 4) for line in lines]
-    return {"arm": arm, "seed": seed, "groups": groups, "rewards": rewards}
+    return {"arm": arm, "seed": seed, "groups": groups, "reward": reward, "rewards": rewards}
 
 
 def updates_to(rewards: list[float], threshold: float) -> int | None:
@@ -89,6 +96,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--reward", default="share", choices=list(REWARDS))
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "turn_credit")
     args = parser.parse_args()
@@ -103,8 +111,8 @@ def main() -> None:
     for seed in args.seeds:
         make_model(args.work / f"model-{seed}", seed)
         for arm in args.arms:
-            record = run(args.work, seed, arm, args.steps, args.groups)
-            same = ("arm", "seed", "groups")
+            record = run(args.work, seed, arm, args.steps, args.groups, args.reward)
+            same = ("arm", "seed", "groups", "reward")
             others = [r for r in found if any(r[key] != record[key] for key in same)]
             found = [*others, record]
             RESULTS.write_text(json.dumps(found) + "\n")
