@@ -1,14 +1,16 @@
 """Credit for turns against a reward at the end, on a task of six turns; counted in updates.
 
     python -m benchmarks.turn_credit [--seeds 1 2 3 4 5] [--steps 150] [--groups 2]
-                                     [--reward share] [--arms outcome turns]
+                                     [--task share] [--arms outcome turns]
 
 The environment shows one of four letters, and the policy answers with one token. It is right if
-the token belongs to the letter's quarter of the characters. After six turns the reward is the share
-of right answers, or with `--reward solved` 1 if four of them are right, and 0 otherwise. `outcome`
-gets this reward alone. `turns` also learns which answer was right, and `noise` is told at random.
-All begin with the same random model of a seed, and see the same prompts. An update has `--groups`
-of them, with four episodes each.
+the token belongs to the letter's quarter of the characters. After six turns the reward of the task
+`share` is the share of right answers. `most` gives 1 for four right answers or more and otherwise
+0, and `all` gives 1 for six.
+
+`outcome` gets this reward alone. `turns` also learns which answer was right, and `noise` is told at
+random. All begin with the same random model of a seed, and see the same prompts. An update has
+`--groups` of them, with four episodes each.
 
 Writes results/turn_credit.json and prints the updates until a mean reward of 0.5 and of 0.9, over
 five steps.
@@ -18,6 +20,7 @@ import argparse
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
@@ -28,9 +31,10 @@ from benchmarks.launch import ROOT, areal_lite, make_model
 RESULTS = Path(__file__).with_name("results") / "turn_credit.json"
 LETTERS, TURNS, PROMPTS = "abcd", 6, 64
 WINDOW = 5
-REWARDS = {
+TASKS: dict[str, Callable[[list[bool]], float]] = {
     "share": mean,
-    "solved": lambda right: float(sum(right) >= 4),
+    "most": lambda right: float(sum(right) >= 4),
+    "all": lambda right: float(all(right)),
 }
 THRESHOLDS = (0.5, 0.9)
 TRAIN = (
@@ -50,8 +54,8 @@ ARMS = {
 class SixTurns:
     """Show a letter of the prompt's answer in each turn, and judge the token that follows."""
 
-    def __init__(self, scores: str, reward: str):
-        self._scores, self._reward = scores, REWARDS[reward]
+    def __init__(self, scores: str, task: str):
+        self._scores, self._reward = scores, TASKS[task]
 
     async def __call__(self, episode: Episode) -> Trajectory:
         transcript, right = Transcript(episode), []
@@ -65,10 +69,10 @@ class SixTurns:
         return transcript.trajectory(self._reward(right))
 
 
-def run(work: Path, seed: int, arm: str, steps: int, groups: int, reward: str) -> dict:
+def run(work: Path, seed: int, arm: str, steps: int, groups: int, task: str) -> dict:
     """Train one run; return the mean reward of each step."""
     scores, settings = ARMS[arm]
-    run_dir = work / f"{arm.replace(', ', '-')}-{reward}-{groups}-{seed}"
+    run_dir = work / f"{arm.replace(', ', '-')}-{task}-{groups}-{seed}"
     shutil.rmtree(run_dir, ignore_errors=True)
     areal_lite(
         work / f"{run_dir.name}.log",
@@ -77,12 +81,12 @@ def run(work: Path, seed: int, arm: str, steps: int, groups: int, reward: str) -
         *[f"data.path={work / 'prompts.jsonl'}", f"trainer.steps={steps}", *TRAIN.split()],
         f"trainer.batch_groups={groups}",
         "rollout.workflow=benchmarks.turn_credit:SixTurns",
-        *[f"rollout.workflow_args.scores={scores}", f"rollout.workflow_args.reward={reward}"],
+        *[f"rollout.workflow_args.scores={scores}", f"rollout.workflow_args.task={task}"],
         *settings.split(),
     )
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     rewards = [round(json.loads(line)["reward_mean"], 4) for line in lines]
-    return {"arm": arm, "seed": seed, "groups": groups, "reward": reward, "rewards": rewards}
+    return {"arm": arm, "seed": seed, "groups": groups, "task": task, "rewards": rewards}
 
 
 def updates_to(rewards: list[float], threshold: float) -> int | None:
@@ -96,7 +100,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--groups", type=int, default=2)
-    parser.add_argument("--reward", default="share", choices=list(REWARDS))
+    parser.add_argument("--task", default="share", choices=list(TASKS))
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "turn_credit")
     args = parser.parse_args()
@@ -111,8 +115,8 @@ def main() -> None:
     for seed in args.seeds:
         make_model(args.work / f"model-{seed}", seed)
         for arm in args.arms:
-            record = run(args.work, seed, arm, args.steps, args.groups, args.reward)
-            same = ("arm", "seed", "groups", "reward")
+            record = run(args.work, seed, arm, args.steps, args.groups, args.task)
+            same = ("arm", "seed", "groups", "task")
             others = [r for r in found if any(r[key] != record[key] for key in same)]
             found = [*others, record]
             RESULTS.write_text(json.dumps(found) + "\n")
