@@ -135,7 +135,7 @@ def test_what_cannot_be_exported_is_refused(run_dir, tmp_path, capsys):
     assert "is not an empty folder" in refusal(f"out={tmp_path}/mine")
     assert "step=3: no such checkpoint in " in refusal("step=3")
     assert "has no adapters, so leave out adapter=true" in refusal("--adapter")
-    assert "add model=" in refusal(f"model={tmp_path}/gone")
+    assert "model=…" in refusal(f"model={tmp_path}/gone")
     other = tmp_path / "other"
     make_model(MakeModelConfig(out=str(other), hidden_size=64, num_layers=1))
     assert "cannot be loaded" in refusal(f"model={other}")
