@@ -43,7 +43,7 @@ from benchmarks.server_speed import make_model, processor_seconds
 
 RESULTS = Path(__file__).with_name("results") / "speculation.json"
 AT_ONCE = (1, 4, 8, 32)
-EPOCHS, PROMPTS, SAMPLES, TOKENS = 4, 4, 8, 32
+EPOCHS, PROMPTS, SAMPLES, TOKENS = 9, 4, 8, 32
 ANSWER, ANSWERS, TEMPERATURE = 40, 25_000, 0.1
 
 
