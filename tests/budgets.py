@@ -133,7 +133,7 @@ def measures() -> Iterator[Measure]:
     core = {name: count for name, count in lines.items() if not part_of(name)}
     yield Measure("lines of the core", sum(core.values()), 26_743, 23_700)
     yield Measure("files of the core", len(core), 122, 118)
-    yield Measure("lines of the package", sum(lines.values()), 44_809, 36_700)
+    yield Measure("lines of the package", sum(lines.values()), 44_815, 36_700)
     yield Measure("files of the package", len(lines), 228, 198)
     way = measure()
     yield Measure("files from prompt to batch", len(way.files), 22, 22)

@@ -33,8 +33,8 @@ LONGEST = _CONTEXTS[0]
 # Cases that are remembered, of a context and of a kind of guess. The policy changes: old ones fade.
 _OF_CONTEXT, _OF_KIND = 32, 256
 _SEEN = (1, 2, 4)  # cases of a context from which on a guess is of another kind
-_NEWEST = 512  # steps, which tell the pace
-_GAIN = 1.03  # which drafts must promise: less is within the error of chances and seconds
+_NEWEST = 512  # steps that tell the pace
+_GAIN = 1.03  # the least gain to draft for: chances and seconds have errors
 Kind = tuple[bool, int, int, int]
 
 
@@ -256,7 +256,7 @@ class Pace:
         return float(ordered[best - 1]) if speeds[best] > _GAIN * speeds[0] else inf
 
     def seconds(self, rows: np.ndarray) -> np.ndarray:
-        """Return what steps with so many rows take: float64, as `rows`.
+        """Return the processor seconds of steps with `rows` rows: int64 [n] -> float64 [n].
 
         It is the median of the newest steps with as many rows, and at most that of steps with more:
         what disturbs a step only makes it longer. Beyond the numbers of rows that were seen, and in

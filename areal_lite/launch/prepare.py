@@ -70,7 +70,7 @@ def begin(run_dir: Path) -> int:
 
     Returns 0, or COMPLETE when no steps are left. Raises ValueError while the run is going on.
     """
-    load_config(run_dir)  # otherwise there is no run, and the lock would make its folder
+    load_config(run_dir)  # raises where no run is: the lock would make its folder
     with resume.lock_run_dir(run_dir):
         return _begin(run_dir)
 

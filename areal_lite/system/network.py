@@ -20,7 +20,7 @@ _PORTS = range(20000, 32768)
 
 
 def listen_address(host: str) -> str:
-    """Return `server.host` as an address. For `node` it is one that other machines reach."""
+    """Return `server.host` as an address, `node` as an address that other machines reach."""
     if host != NODE:
         return host
     with suppress(OSError):  # nobody knows the name of this machine

@@ -4,7 +4,6 @@ A finding that another one explains is left out. docs/diagnose_page.py writes th
 metrics and thresholds.
 """
 
-import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,6 @@ from areal_lite.tools.diagnose.history import (
     read_history,
 )
 
-log = logging.getLogger(__name__)
 GUIDE = [
     kind
     for module in (signals, failures, learning, speed)
@@ -33,22 +31,30 @@ GUIDE = [
 
 def diagnose(run: History) -> list[Finding]:
     """Return the findings about a run, alarms before hints."""
-    found = [
-        replace(one, severity=sign.severity, evidence=sign.evidence, **sign.words)
-        for one in GUIDE
-        if (sign := _check(one, run))
-    ]
+    found = [finding for kind in GUIDE if (finding := _check(kind, run))]
     names = {finding.name for finding in found}
     unexplained = [finding for finding in found if names.isdisjoint(finding.unless)]
     return sorted(unexplained, key=lambda finding: finding.severity is not Severity.ALARM)
 
 
-def _check(kind: Finding, run: History) -> Sign | None:
+def _check(kind: Finding, run: History) -> Finding | None:
     try:
-        return kind.check(run)
-    except Exception:  # it costs neither the other findings nor the summary at the end of a run
-        log.exception("the check %s failed: report it with the files of the run", kind.name)
-        return None
+        sign = kind.check(run)
+    except Exception as error:  # the other findings and the summary at the end of a run remain
+        return Finding(
+            failed_check,
+            title=f"The check {kind.name} failed",
+            flag="",
+            cause="a fault of the check, or damaged records",
+            change="report it with the files of the run",
+            unless=(),
+            evidence=f"{type(error).__name__}: {error}",
+        )
+    return sign and replace(kind, severity=sign.severity, evidence=sign.evidence, **sign.words)
+
+
+def failed_check(_: History) -> Sign | None:
+    """Give its name to the finding about a check that raised."""
 
 
 def diagnosis_text(run: History) -> str:

@@ -84,7 +84,7 @@ def _within_budget(columns: Columns, per_step: list[list[int]]) -> list[int]:
 
 def sample_groups(run: RunData) -> Iterator[dict[str, Any]]:
     """Yield the groups of the rollout browser with their tokens; see CHOICE."""
-    # Lines of a replay buffer name the groups of its batches, which are none of the store.
+    # Lines of a replay buffer name the groups of its batches, which the store does not know.
     lines = [] if run.trained is not run.columns else read_events(run.run_dir, "proximal")
     # A resumed run repeats steps: the last line of a step is true.
     recorded = {line["step"]: line["group_id"] for line in lines}

@@ -71,10 +71,10 @@ def read_run_config(run_dir: Path) -> dict[str, Any]:
 
 
 def read_columns(path: Path, drawn: bool = False) -> Columns:
-    """Read the columns of the store at `path`, in one pass over each table; `drawn` as there.
+    """Read the columns of the store at `path`, in one pass over each table.
 
     Without a store there are no trajectories: a run with debug=train_only has none. Raises
-    ValueError for a store that cannot be read.
+    ValueError for a store that cannot be read. `drawn` is as in `ColumnReader.columns`.
     """
     if not path.exists():
         return to_columns()

@@ -79,7 +79,7 @@ def divided(config: SimulateConfig, gpus: int, trainer_share: float) -> Simulate
     """Return the settings for a number of GPUs, about `trainer_share` of which train.
 
     The data-parallel ranks divide the batch. What no rank can use generates. In turn, all GPUs do
-    both. With too few GPUs there is no server.
+    both. Too few GPUs leave no server.
     """
     variant = deepcopy(config)
     trainer, server = variant.trainer, variant.server

@@ -422,7 +422,7 @@ def test_without_the_tools_the_dry_run_says_what_to_install(model, tmp_path, mon
     + [["slurm", "--print", "model={model}", "+task=addition", "run_dir=none"]],
 )
 def test_a_reader_that_leaves_ends_the_command_silently(words, model):
-    """`areal-lite train --help | head` prints no error, also if all output is still in a buffer."""
+    """The end of a pipe that is closed causes no error, even if all output is still in a buffer."""
     reader, writer = os.pipe()
     os.close(reader)
     words = [word.format(model=model) for word in words]

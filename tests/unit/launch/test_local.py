@@ -75,7 +75,7 @@ def test_each_new_step_is_reported_once(tmp_path) -> None:
 
 
 def test_steps_just_before_a_failure_are_reported(tmp_path, monkeypatch) -> None:
-    """Where a checkpoint keeps them, no later start trains them again."""
+    """A later start does not train steps again that a checkpoint keeps."""
 
     class FailingRoles:
         def start_module(self, name, _):
