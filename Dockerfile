@@ -21,7 +21,8 @@ COPY examples/setup.sh examples/
 # copied later. --build-arg AREAL_LITE_TORCH_INDEX=… names another index of CPU builds of torch.
 ARG AREAL_LITE_TORCH_INDEX=""
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
-RUN mkdir areal_lite conf && touch README.md areal_lite/__init__.py \
+RUN mkdir -p areal_lite conf examples/quickstart/areal_lite_quickstart \
+    && touch README.md areal_lite/__init__.py \
     && source examples/setup.sh && areal_lite_install "$PWD" cpu
 
 FROM ${GPU_BASE} AS gpu-dependencies
@@ -34,7 +35,8 @@ COPY pyproject.toml constraints.txt LICENSE ./
 # for torch, whose own pins the base image may break on purpose (a newer NCCL), so it comes without
 # its dependencies: torch, numpy and packaging.
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
-RUN mkdir areal_lite conf && touch README.md areal_lite/__init__.py \
+RUN mkdir -p areal_lite conf examples/quickstart/areal_lite_quickstart \
+    && touch README.md areal_lite/__init__.py \
     && python3 -c "import tomllib; \
         project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
         other = ('torch=', 'transformers=', 'megatron-core='); \
@@ -55,6 +57,7 @@ RUN useradd --uid 10001 --create-home areal \
     && mkdir /runs /models && chown areal /runs /models
 COPY conf conf
 COPY areal_lite areal_lite
+COPY examples/quickstart examples/quickstart
 USER 10001
 WORKDIR /runs
 ENV PYTHONUNBUFFERED=1 HF_HOME=/models/cache RUN_DIR=/runs/run
@@ -68,6 +71,7 @@ RUN useradd --uid 10001 --create-home areal \
     && mkdir /runs /models /kernels && chown areal /runs /models /kernels
 COPY conf conf
 COPY areal_lite areal_lite
+COPY examples/quickstart examples/quickstart
 USER 10001
 # SGLang may be an editable install of the base image: this user must be able to read it.
 RUN python3 -c "from importlib.util import find_spec as find; assert find('sglang') and find('torch')"

@@ -26,9 +26,9 @@ from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.megatron.lora import adapters, added_share, without_adapters
 from areal_lite.megatron.parallel import init_distributed
 from areal_lite.megatron.policy import Policy
-from areal_lite.quickstart import addition
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trajectory import FinishReason, Trajectory
+from areal_lite_quickstart import addition
 
 RESULTS = Path(__file__).with_name("results") / "adapter_rounding.json"
 SHARES = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1)

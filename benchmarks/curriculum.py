@@ -17,7 +17,7 @@ from pathlib import Path
 
 from launch import ROOT, areal_lite, warm_up
 
-from areal_lite.quickstart import addition
+from areal_lite_quickstart import addition
 
 EACH = 128  # prompts of each kind
 STEPS, BATCH = 40, 32
@@ -35,7 +35,7 @@ WARM_UP = (
 )
 TRAIN = (
     "data.source=jsonl data.chat=false"
-    " reward.function=areal_lite.quickstart.addition:addition_reward"
+    " reward.function=areal_lite_quickstart.addition:addition_reward"
     " rollout.group_size=8 rollout.max_new_tokens=48 rollout.max_concurrent=256"
     f" trainer.steps={STEPS} trainer.batch_groups={BATCH} trainer.lr=1.5e-4 trainer.adam_eps=1e-5"
     " algo=quickstart eval.problems=512"

@@ -22,9 +22,9 @@ import torch
 from gpu_parts import CUDA, DEVICE, SMALL, TINY, Result, save_model, seconds
 from gpu_runs import SHARED, command, serving
 
-from areal_lite.quickstart.make_model import build_char_tokenizer
 from areal_lite.servers.client import SamplingParams, SGLangClient
 from areal_lite.servers.registry import ServerInfo
+from areal_lite_quickstart.make_model import build_char_tokenizer
 
 SERVER_ARGS: dict[str, str | bool] = gpu_runs.SERVER_ARGS
 ROOT = Path(__file__).resolve().parents[1]

@@ -274,7 +274,7 @@ def _new_model(folder: Path) -> list[str]:
     stage = [
         sys.executable,
         "-m",
-        "areal_lite.quickstart.make_model",
+        "areal_lite_quickstart.make_model",
         f"out={model}",
         "head_dim=64",
     ]

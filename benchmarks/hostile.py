@@ -25,9 +25,9 @@ import threading
 import time
 from pathlib import Path
 
-from areal_lite.quickstart.make_model import build_char_tokenizer
 from areal_lite.rollout.episode import Episode, Transcript
 from areal_lite.trajectory import Trajectory
+from areal_lite_quickstart.make_model import build_char_tokenizer
 from tests.integration.controller_run import Run, push, wrong_with
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -114,6 +114,6 @@ def make_model(folder: Path, seed: int, *settings: str) -> None:
 def stage(name: str, log: Path, *settings: str) -> None:
     """Run a stage of the quickstart. Raises CalledProcessError."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", f"areal_lite.quickstart.{name}", *settings]
+    command = [sys.executable, "-m", f"areal_lite_quickstart.{name}", *settings]
     with log.open("w") as file:
         subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=True)

@@ -68,7 +68,7 @@ LIMITS = {
 }
 # The learning rate is so small that the answers keep their lengths.
 SETTINGS = (
-    "data.args.max_digits=3 algo=quickstart reward.function=areal_lite.quickstart.addition:"
+    "data.args.max_digits=3 algo=quickstart reward.function=areal_lite_quickstart.addition:"
     "addition_reward rollout.workflow=benchmarks.recovery:workflow rollout.group_size=8"
     " rollout.max_new_tokens=64 rollout.max_concurrent=64 trainer.batch_groups=8 trainer.lr=1e-7"
     " trainer.save_every=5 eval.problems=0 sync.verify=false"

@@ -21,7 +21,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from launch import ROOT, areal_lite, warm_up
 
-from areal_lite.quickstart import addition
+from areal_lite_quickstart import addition
 
 DIGITS = 3
 PROMPTS = 64
@@ -34,7 +34,7 @@ WARM_UP = (
 )
 TRAIN = (
     "data.source=jsonl data.chat=false"
-    " reward.function=areal_lite.quickstart.addition:addition_reward"
+    " reward.function=areal_lite_quickstart.addition:addition_reward"
     " rollout.group_size=8 rollout.max_new_tokens=64 rollout.max_concurrent=256"
     " trainer.batch_groups=16"
     " trainer.lr=3e-4 trainer.min_lr=3e-5 trainer.lr_schedule=linear trainer.lr_warmup_steps=3"

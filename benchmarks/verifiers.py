@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from areal_lite.quickstart.addition import addition_reward
 from areal_lite.rewards.exact import exact_reward
 from areal_lite.rewards.gsm8k import gsm8k_reward
 from areal_lite.rewards.math import math_reward
 from areal_lite.rewards.program import extract_program
+from areal_lite_quickstart.addition import addition_reward
 
 RESULTS = Path(__file__).with_name("results") / "verifiers.md"
 

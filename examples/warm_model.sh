@@ -29,10 +29,10 @@ warm=${WARM_MODEL:-$examples/models/warm}
 make_warm() {
   echo "making the small model that the examples start from: $warm" >&2
   rm -rf "$warm-random" "$warm-sft" # of a start that was interrupted
-  python -m areal_lite.quickstart.make_model "out=$warm-random" \
+  python -m areal_lite_quickstart.make_model "out=$warm-random" \
     num_layers=2 hidden_size=96 mlp_size=192 >&2
   OMP_NUM_THREADS=2 \
-    python -m areal_lite.quickstart.sft "model=$warm-random" "out=$warm" "run_dir=$warm-sft" \
+    python -m areal_lite_quickstart.sft "model=$warm-random" "out=$warm" "run_dir=$warm-sft" \
     max_digits=3 batch_size=32 forget_carry=0.65 \
     trainer.steps="${WARM_STEPS:-300}" trainer.lr=4e-3 trainer.min_lr=8e-5 \
     trainer.lr_schedule=cosine trainer.lr_warmup_steps=20 >&2

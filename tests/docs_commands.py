@@ -160,14 +160,14 @@ def prepare(page: Path, folder: Path) -> None:
     if not common.exists():
         common.mkdir(parents=True)
         write_python_files(ROOT / "docs" / "first-run.md", common)
-        shell(f"python -m areal_lite.quickstart.make_model out=tiny {TINY}", common)
+        shell(f"python -m areal_lite_quickstart.make_model out=tiny {TINY}", common)
         template = common / "tiny" / "chat_template.jinja"
         template.write_text(NAMES_OF_TOOLS + template.read_text())
         shell("python my_data.py", common)
         unpack("async", common / "runs").rename(common / "runs" / "NAME")
     shutil.copytree(common, folder, symlinks=True)
     (folder / "models").mkdir()
-    if "python -m areal_lite.quickstart.make_model out=models/tiny" not in commands(page):
+    if "python -m areal_lite_quickstart.make_model out=models/tiny" not in commands(page):
         (folder / "tiny").rename(folder / "models" / "tiny")
     for model in MODELS:
         (folder / model).parent.mkdir(parents=True, exist_ok=True)

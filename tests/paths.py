@@ -96,8 +96,8 @@ def measure() -> SimpleNamespace:
 
 async def _run(folder: Path, recorder: Recorder) -> None:
     """Run a controller until its first batch is there."""
-    from areal_lite.quickstart.command import MakeModelConfig
-    from areal_lite.quickstart.make_model import run as make_model
+    from areal_lite_quickstart.command import MakeModelConfig
+    from areal_lite_quickstart.make_model import run as make_model
 
     make_model(MakeModelConfig(out=str(folder / "model"), hidden_size=16, num_layers=1))
     rows = [json.dumps({"question": f"{n}+1=?", "answer": str(n + 1)}) for n in range(4)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal_lite.quickstart import addition
+from areal_lite_quickstart import addition
 from benchmarks.launch import ROOT, warm_up
 
 MODEL = ["num_layers=3", "mlp_size=256"]
@@ -56,7 +56,7 @@ class Task:
     def reward(self) -> str:
         if self.chat:
             return "examples.chat_model.my_reward:last_number"
-        return "areal_lite.quickstart.addition:addition_reward"
+        return "areal_lite_quickstart.addition:addition_reward"
 
     @property
     def common(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from areal_lite.config import TrainConfig
 from areal_lite.data.prompts import Prompt
-from areal_lite.quickstart.make_model import build_char_tokenizer
+from areal_lite_quickstart.make_model import build_char_tokenizer
 
 GROUP_SIZE = 8
 PROMPT_TOKENS = 40
@@ -58,7 +58,7 @@ class Load:
         build_char_tokenizer().save_pretrained(folder / "model")
         config = TrainConfig(model=str(folder / "model"))
         config.data.source = "addition"
-        config.reward.function = "areal_lite.quickstart.addition:addition_reward"
+        config.reward.function = "areal_lite_quickstart.addition:addition_reward"
         if self.agent:
             config.rollout.workflow = "areal_lite.workflows.agent:Agent"
             config.rollout.workflow_args = {"agent": "benchmarks.controller_load.load:agent"}

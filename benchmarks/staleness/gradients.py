@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM
 from areal_lite.algo.advantages import grpo
 from areal_lite.algo.correction import Correction, behavior_weight
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.quickstart import addition
-from areal_lite.quickstart.addition import addition_reward
 from areal_lite.tools.export import export_step
+from areal_lite_quickstart import addition
+from areal_lite_quickstart.addition import addition_reward
 from benchmarks.launch import ROOT, areal_lite
 from benchmarks.staleness import records
 from benchmarks.staleness.studies import Cell

@@ -9,7 +9,7 @@ import functools
 from openai import AsyncOpenAI
 
 from areal_lite.data.prompts import Prompt
-from areal_lite.quickstart.prompts import AdditionPrompts
+from areal_lite_quickstart.prompts import AdditionPrompts
 
 
 def long_sums(config, tokenizer, split, *, max_digits: int, seed: int = 1) -> AdditionPrompts:

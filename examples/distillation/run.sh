@@ -13,10 +13,10 @@ teacher=${TEACHER_MODEL:-$examples/models/teacher}
 make_teacher() {
   echo "making the teacher: $teacher" >&2
   rm -rf "$teacher-random" "$teacher-sft" # of a start that was interrupted
-  python -m areal_lite.quickstart.make_model "out=$teacher-random" \
+  python -m areal_lite_quickstart.make_model "out=$teacher-random" \
     num_layers=3 hidden_size=128 mlp_size=256 >&2
   OMP_NUM_THREADS=2 \
-    python -m areal_lite.quickstart.sft "model=$teacher-random" "out=$teacher" \
+    python -m areal_lite_quickstart.sft "model=$teacher-random" "out=$teacher" \
     "run_dir=$teacher-sft" max_digits=3 batch_size=32 forget_carry=0.05 \
     trainer.steps="${TEACHER_STEPS:-300}" trainer.lr=4e-3 trainer.min_lr=8e-5 \
     trainer.lr_schedule=cosine trainer.lr_warmup_steps=20 >&2

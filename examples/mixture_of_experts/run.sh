@@ -12,11 +12,11 @@ experts=${EXPERTS_MODEL:-$examples/models/experts}
 make_experts() {
   echo "making the mixture of experts: $experts" >&2
   rm -rf "$experts-random" "$experts-sft" # of a start that was interrupted
-  python -m areal_lite.quickstart.make_model "out=$experts-random" architecture=qwen3_moe \
+  python -m areal_lite_quickstart.make_model "out=$experts-random" architecture=qwen3_moe \
     num_layers=2 hidden_size=96 mlp_size=96 num_experts=8 experts_per_token=2 \
     tie_embeddings=false >&2
   OMP_NUM_THREADS=2 \
-    python -m areal_lite.quickstart.sft "model=$experts-random" "out=$experts" \
+    python -m areal_lite_quickstart.sft "model=$experts-random" "out=$experts" \
     "run_dir=$experts-sft" max_digits=3 batch_size=32 forget_carry=0.65 \
     trainer.steps="${EXPERTS_STEPS:-300}" trainer.lr=4e-3 trainer.min_lr=8e-5 \
     trainer.lr_schedule=cosine trainer.lr_warmup_steps=20 >&2

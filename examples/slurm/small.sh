@@ -4,7 +4,7 @@
 #   bash examples/slurm/small.sh [key=value …]
 set -euo pipefail
 model=runs/slurm-model
-[ -d "$model" ] || python -m areal_lite.quickstart.make_model out="$model"
+[ -d "$model" ] || python -m areal_lite_quickstart.make_model out="$model"
 exec areal-lite slurm model="$model" run_dir="runs/slurm-$(date +%Y%m%d-%H%M%S)" +task=addition \
   cluster.nodes=2 cluster.gpus_per_node=0 cluster.time=30 \
   rollout.max_new_tokens=64 rollout.max_concurrent=64 \

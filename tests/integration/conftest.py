@@ -30,7 +30,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from areal_lite.quickstart.make_model import build_char_tokenizer
+    from areal_lite_quickstart.make_model import build_char_tokenizer
 
     tokenizer = build_char_tokenizer()
     config = Qwen3Config(
@@ -94,7 +94,7 @@ def current_entry_points(tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 @pytest.fixture(scope="session")
 def tokenizer_only(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model folder with the character tokenizer and no weights."""
-    from areal_lite.quickstart.make_model import build_char_tokenizer
+    from areal_lite_quickstart.make_model import build_char_tokenizer
 
     path = tmp_path_factory.mktemp("model")
     build_char_tokenizer().save_pretrained(path)

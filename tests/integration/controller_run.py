@@ -32,7 +32,7 @@ class Run:
         config.data.source = "addition"
         if "data__source" not in other:
             config.data.args["max_digits"] = 3
-        config.reward.function = "areal_lite.quickstart.addition:addition_reward"
+        config.reward.function = "areal_lite_quickstart.addition:addition_reward"
         config.rollout.group_size, config.rollout.max_new_tokens, config.rollout.interrupt = (
             MEMBERS,
             BUDGET,

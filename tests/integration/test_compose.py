@@ -50,7 +50,7 @@ SETTINGS = {
     "TRAINER_RANKS": "2",
     "SERVERS": "1",
     "OVERRIDES": f"{SMALL} data.source=addition data.path=null ~data.args.name"
-    " reward.function=areal_lite.quickstart.addition:addition_reward eval.every=0",
+    " reward.function=areal_lite_quickstart.addition:addition_reward eval.every=0",
 }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LEFT_OUT = ("clusters", "environments", "tools", "quickstart", "workflows")
+LEFT_OUT = ("clusters", "environments", "tools", "workflows")
 
 
 @pytest.fixture
@@ -25,11 +25,12 @@ def core(tmp_path: Path) -> dict[str, str]:
     info = folder / f"areal_lite-{project['version']}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
+    absent = ("areal_lite_quickstart", *(f"areal_lite.{part}" for part in LEFT_OUT))
     lines = []
     for group, entries in project["entry-points"].items():
         lines.append(f"[{group}]")
         for name, target in entries.items():
-            if not target.startswith(tuple(f"areal_lite.{part}" for part in LEFT_OUT)):
+            if not target.startswith(absent):
                 lines.append(f"{name} = {target}")
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "tests")])}
@@ -47,7 +48,7 @@ def run(core: dict[str, str], folder: Path, *words: str) -> subprocess.Completed
 def test_the_core_trains_alone(core: dict[str, str], tmp_path: Path) -> None:
     model = tmp_path / "model"
     sizes = ["hidden_size=32", "num_layers=1", "num_heads=2", "num_kv_heads=1", "head_dim=16"]
-    made = [sys.executable, "-m", "areal_lite.quickstart.make_model", f"out={model}", *sizes]
+    made = [sys.executable, "-m", "areal_lite_quickstart.make_model", f"out={model}", *sizes]
     subprocess.run(made, cwd=ROOT, check=True, timeout=120)
     rows = [json.dumps({"question": f"{n}+1=?", "answer": str(n + 1)}) for n in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))

@@ -65,7 +65,7 @@ def run(request, tmp_path_factory) -> Path:
     sizes |= {"head_dim": 16, "mlp_size": 128}
     model = folder / "model"
     written = [f"{key}={size}" for key, size in sizes.items()]
-    areal_lite("areal_lite.quickstart.make_model", f"out={model}", *written)
+    areal_lite("areal_lite_quickstart.make_model", f"out={model}", *written)
     areal_lite(
         "areal_lite",
         "train",

@@ -42,7 +42,7 @@ def write_model(folder: Path, gates: int, noise: float = 0.0) -> Path:
     """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from areal_lite.quickstart.make_model import build_char_tokenizer
+    from areal_lite_quickstart.make_model import build_char_tokenizer
 
     tokenizer = build_char_tokenizer()
     config = Qwen3MoeConfig(

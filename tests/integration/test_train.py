@@ -42,7 +42,7 @@ def model(tmp_path_factory) -> Path:
         "mlp_size=128",
     ]
     subprocess.run(
-        [sys.executable, "-m", "areal_lite.quickstart.make_model", f"out={out}", *sizes],
+        [sys.executable, "-m", "areal_lite_quickstart.make_model", f"out={out}", *sizes],
         cwd=ROOT,
         check=True,
         timeout=120,

@@ -37,7 +37,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Command:
 
 def test_a_run_is_planned(installed: Command, tmp_path: Path):
     model = tmp_path / "model"
-    installed("-m", "areal_lite.quickstart.make_model", f"out={model}")
+    installed("-m", "areal_lite_quickstart.make_model", f"out={model}")
     plan = installed("-m", "areal_lite", "train", "--dry-run", f"model={model}", "+task=addition")
     assert "data" in plan
     nodes = ("cluster.nodes=2", "cluster.gpus_per_node=0")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.quickstart.make_model import build_char_tokenizer
+from areal_lite_quickstart.make_model import build_char_tokenizer
 from tests.ranks.test_engine import make_model
 
 ROOT = Path(__file__).resolve().parents[2]

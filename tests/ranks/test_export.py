@@ -16,10 +16,10 @@ from areal_lite.megatron.checkpoint import Checkpoints
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
-from areal_lite.quickstart.command import MakeModelConfig
-from areal_lite.quickstart.make_model import run as make_model
 from areal_lite.run_dir.resume import damage
 from areal_lite.tools.export import model_of_run
+from areal_lite_quickstart.command import MakeModelConfig
+from areal_lite_quickstart.make_model import run as make_model
 from tests.ranks.engine_worker import SETTINGS, TEMPERATURE, random_batch
 from tests.ranks.test_engine import reference
 

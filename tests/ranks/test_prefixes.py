@@ -16,9 +16,9 @@ from areal_lite.megatron.kernels import kernels
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Critic, Policy, TrainableModel
-from areal_lite.quickstart.command import MakeModelConfig
-from areal_lite.quickstart.make_model import run as make_model
 from areal_lite.train_batch import TrainBatch
+from areal_lite_quickstart.command import MakeModelConfig
+from areal_lite_quickstart.make_model import run as make_model
 from tests.unit.megatron.sequences import tries
 
 FROZEN = dict(steps=10**6, lr=1e-30, clip_grad=0.0)

@@ -29,12 +29,12 @@ from areal_lite.megatron.flops import Operations
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
-from areal_lite.quickstart.command import MakeModelConfig
-from areal_lite.quickstart.make_model import run as make_model
 from areal_lite.train_batch import TrainBatch, source_key
 from areal_lite.trainer.objective import build_objective
 from areal_lite.trainer.step import Models, build_models, policy_step
 from areal_lite.trajectory import Trajectory
+from areal_lite_quickstart.command import MakeModelConfig
+from areal_lite_quickstart.make_model import run as make_model
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.quickstart.make_model import build_char_tokenizer
+from areal_lite_quickstart.make_model import build_char_tokenizer
 
 PIECES = [
     "{% for m in messages %}",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from areal_lite.config import DataConfig
 from areal_lite.data.prompts import TextPrompts, load_prompts
-from areal_lite.quickstart.make_model import build_char_tokenizer
+from areal_lite_quickstart.make_model import build_char_tokenizer
 
 GOOD = b'{"question": "1+1=", "answer": "2"}\n'
 # name -> (the second line of a file, what its error says)

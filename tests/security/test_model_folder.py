@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from areal_lite.data.model_folder import MODEL_TYPES, check_model_folder, check_weights
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.quickstart import make_model
-from areal_lite.quickstart.command import EXPERTS, MakeModelConfig
+from areal_lite_quickstart import make_model
+from areal_lite_quickstart.command import EXPERTS, MakeModelConfig
 
 TINY = dict(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, mlp_size=16)
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"

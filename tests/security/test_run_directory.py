@@ -11,10 +11,10 @@ import pytest
 
 from areal_lite import cli
 from areal_lite.launch import prepare
-from areal_lite.quickstart import make_model
-from areal_lite.quickstart.command import MakeModelConfig
 from areal_lite.run_dir.resume import lock_controller, lock_run_dir, remove_files
 from areal_lite.system.files import write_atomically
+from areal_lite_quickstart import make_model
+from areal_lite_quickstart.command import MakeModelConfig
 
 STARTS = ("train", "prepare", "slurm", "eval", "sft", "quickstart")
 

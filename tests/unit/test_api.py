@@ -35,7 +35,7 @@ SETTINGS = {
 
 ADDITION: dict[str, Any] = {
     "data": DataConfig(source="addition"),
-    "reward": RewardConfig("areal_lite.quickstart.addition:addition_reward"),
+    "reward": RewardConfig("areal_lite_quickstart.addition:addition_reward"),
 }
 
 

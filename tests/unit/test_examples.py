@@ -20,10 +20,10 @@ from areal_lite.config import DataConfig
 from areal_lite.config.command_line import compose_config
 from areal_lite.data.prompts import Prompt, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.quickstart import addition
 from areal_lite.workflows import judge
 from areal_lite.workflows.endpoint.server import AgentEndpoint
 from areal_lite.workflows.judge import load_rubric, read_score
+from areal_lite_quickstart import addition
 from tests.unit.rollout.episodes import played, playing
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -36,7 +36,7 @@ RIGHT = "a7+A5+0=1z2\nb4+B8+1=1y3\n#x1y3z2"
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Tokenizer:
-    from areal_lite.quickstart.make_model import build_char_tokenizer
+    from areal_lite_quickstart.make_model import build_char_tokenizer
 
     folder = tmp_path_factory.mktemp("model")
     build_char_tokenizer().save_pretrained(folder)

@@ -28,8 +28,10 @@ def wheel(tmp_path_factory) -> Iterator[zipfile.ZipFile]:
 def test_a_wheel_has_the_files_of_the_package_and_no_others(wheel: zipfile.ZipFile) -> None:
     package = {str(path.relative_to(ROOT)) for path in tracked("areal_lite")}
     conf = {f"areal_lite/{path.relative_to(ROOT)}" for path in tracked("conf")}
+    example = ROOT / "examples" / "quickstart"
+    quickstart = {str(path.relative_to(example)) for path in tracked("examples/quickstart")}
     found = {name for name in wheel.namelist() if not name.startswith(METADATA)}
-    assert found == package | conf
+    assert found == package | conf | quickstart
 
 
 def test_its_entry_points_are_in_it(wheel: zipfile.ZipFile) -> None:

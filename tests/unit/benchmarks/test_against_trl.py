@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal_lite.extensions import load_object
-from areal_lite.quickstart.addition import addition_reward
+from areal_lite_quickstart.addition import addition_reward
 from benchmarks.against_trl import page
 from benchmarks.against_trl.tasks import CHAT, LONG_TAIL, SHORT, Task, write_prompts
 

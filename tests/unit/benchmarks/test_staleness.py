@@ -17,9 +17,9 @@ from areal_lite.algo.advantages import grpo
 from areal_lite.algo.correction import Correction
 from areal_lite.algo.losses import LossInputs, ppo_loss
 from areal_lite.config.command_line import compose_config
-from areal_lite.quickstart import addition
 from areal_lite.run_dir.store import Store
 from areal_lite.trajectory import Group, Trajectory
+from areal_lite_quickstart import addition
 from benchmarks.staleness import paired
 from benchmarks.staleness.carries import carry_logprobs
 from benchmarks.staleness.checks import check_run, check_study

@@ -248,7 +248,7 @@ def test_the_devices_are_those_of_the_nodes(tmp_path, monkeypatch, gpus, refused
     made = config(2, 8, 8, gpus_per_node=gpus)
     made.model, made.run_dir = str(tmp_path), str(tmp_path / "run")
     made.data.source = "addition"
-    made.reward.function = "areal_lite.quickstart.addition:addition_reward"
+    made.reward.function = "areal_lite_quickstart.addition:addition_reward"
     with pytest.raises(ValueError, match="windows of 64") if refused else nullcontext():
         check(made)
 

@@ -25,7 +25,7 @@ from areal_lite.config import (
 from areal_lite.config.command_line import compose_config, config_dir
 from areal_lite.config.data import sampling_of_evaluation
 from areal_lite.launch.preflight import check_config
-from areal_lite.quickstart.command import SftConfig
+from areal_lite_quickstart.command import SftConfig
 
 
 @pytest.fixture
@@ -401,7 +401,7 @@ def test_a_mistake_shows_before_torch_is_imported():
 def test_the_help_of_training_loads_only_the_core():
     code = (
         "import sys; from areal_lite.cli import main; main(['train', '--help']); "
-        "parts = ('areal_lite.tools', 'areal_lite.cpu', 'areal_lite.quickstart'); "
+        "parts = ('areal_lite.tools', 'areal_lite.cpu', 'areal_lite_quickstart'); "
         "print([name for name in sys.modules if name.startswith(parts)], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

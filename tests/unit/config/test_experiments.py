@@ -8,7 +8,7 @@ import pytest
 from areal_lite.cli import checked_config, main
 from areal_lite.clusters import SlurmConfig
 from areal_lite.config.command_line import config_dir
-from areal_lite.quickstart.make_model import build_char_tokenizer
+from areal_lite_quickstart.make_model import build_char_tokenizer
 
 EXPERIMENTS = sorted(path.stem for path in (config_dir() / "experiment").glob("*.yaml"))
 TASKS = sorted(path.stem for path in (config_dir() / "task").glob("*.yaml"))

@@ -23,7 +23,7 @@ from areal_lite.config.command_line import compose_config
 from areal_lite.config.help import help_text
 from areal_lite.extensions import load_object
 from areal_lite.megatron.architectures import ARCHITECTURES
-from areal_lite.quickstart.command import MakeModelConfig, QuickstartConfig
+from areal_lite_quickstart.command import MakeModelConfig, QuickstartConfig
 
 
 def schemas(schema: type) -> set[type]:

@@ -20,7 +20,7 @@ from areal_lite.launch.preflight import check_config
 
 ADDITION: dict[str, Any] = {
     "data": DataConfig(source="addition"),
-    "reward": RewardConfig("areal_lite.quickstart.addition:addition_reward"),
+    "reward": RewardConfig("areal_lite_quickstart.addition:addition_reward"),
 }
 
 

@@ -25,7 +25,7 @@ def test_a_dense_model(tmp_path: Path) -> None:
     dense = model(tmp_path, model_type="qwen3", num_hidden_layers=2)
     config = TrainConfig(model=dense, run_dir=str(tmp_path / "run"), algo=REPLAY)
     config.data.source = "addition"
-    config.reward.function = "areal_lite.quickstart.addition:addition_reward"
+    config.reward.function = "areal_lite_quickstart.addition:addition_reward"
     with pytest.raises(ValueError, match="routing_replay=true: model=.* has no experts.* to false"):
         check_config(find_command("train"), config)
     model(tmp_path, num_experts=128, num_hidden_layers=48, num_experts_per_tok=8)

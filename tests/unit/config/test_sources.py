@@ -26,7 +26,7 @@ MULTI_TURN = "areal_lite.workflows.multi_turn:MultiTurn"
 def with_sources(**sources: Any) -> TrainConfig:
     config = TrainConfig(model="m", run_dir="r")
     config.data.source, config.data.sources = "addition", sources
-    config.reward.function = "areal_lite.quickstart.addition:addition_reward"
+    config.reward.function = "areal_lite_quickstart.addition:addition_reward"
     return config
 
 

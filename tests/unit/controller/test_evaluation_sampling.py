@@ -15,13 +15,13 @@ from areal_lite.controller.evaluation import Scores, score_problems
 from areal_lite.controller.sources import Dependencies, Source
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.quickstart.make_model import build_char_tokenizer
 from areal_lite.servers.client import SamplingParams, SGLangClient, sampling_params
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.tools.commands import EvalCommandConfig
 from areal_lite.trajectory import Trajectory
 from areal_lite.workers.pool import TaskFailed
+from areal_lite_quickstart.make_model import build_char_tokenizer
 from tests.fake_sglang import FakeSGLang
 from tests.unit.controller.test_dispatcher import FakeFleet, FakeWorkflow
 

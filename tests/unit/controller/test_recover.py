@@ -349,7 +349,7 @@ def test_a_run_that_cannot_resume_is_refused(tmp_path, capsys) -> None:
             (tmp_path / name / file).write_text("{}")
     run_dir = tmp_path / "run"
     settings = {"model": tmp_path / "model", "run_dir": run_dir, "resume": "auto"}
-    reward = "areal_lite.quickstart.addition:addition_reward"
+    reward = "areal_lite_quickstart.addition:addition_reward"
     settings |= {"data.source": "addition", "reward.function": reward}
     save_config(checked(settings), run_dir)  # the first start finds nothing
     save_config(checked(settings | {"trainer.steps": 7, "eval.problems": 0}), run_dir)

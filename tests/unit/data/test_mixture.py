@@ -9,7 +9,7 @@ import pytest
 from areal_lite.config import DataConfig
 from areal_lite.controller.sources import Source, drawn_prompt
 from areal_lite.data.prompts import Prompt, PromptSet, load_prompts
-from areal_lite.quickstart.make_model import build_char_tokenizer
+from areal_lite_quickstart.make_model import build_char_tokenizer
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from areal_lite.data.model_folder import check_weights
-from areal_lite.quickstart import make_model
-from areal_lite.quickstart.command import MakeModelConfig
+from areal_lite_quickstart import make_model
+from areal_lite_quickstart.command import MakeModelConfig
 
 TINY = dict(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, mlp_size=32)
 

@@ -17,9 +17,9 @@ import pytest
 from areal_lite.config import DataConfig
 from areal_lite.data.prompts import hf_rows, load_prompts, prompt_source
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.quickstart import addition
-from areal_lite.quickstart.make_model import build_char_tokenizer
 from areal_lite.tools.evaluate import end_of_turn
+from areal_lite_quickstart import addition
+from areal_lite_quickstart.make_model import build_char_tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n"

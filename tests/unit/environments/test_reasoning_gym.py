@@ -12,8 +12,8 @@ import pytest
 from areal_lite.config import DataConfig
 from areal_lite.data.prompts import Prompt, PromptSet, load_prompts
 from areal_lite.environments.reasoning_gym import reward
-from areal_lite.quickstart.make_model import build_char_tokenizer
 from areal_lite.rewards.pool import RewardPool
+from areal_lite_quickstart.make_model import build_char_tokenizer
 
 gym = pytest.importorskip("reasoning_gym", reason="pip install reasoning-gym")
 from reasoning_gym.utils import extract_answer  # noqa: E402

@@ -13,9 +13,9 @@ from areal_lite.launch import local
 from areal_lite.launch import roles as placement
 from areal_lite.launch.roles import Placement
 from areal_lite.launch.server_pool import fraction_of_free, train_pool
-from areal_lite.quickstart.command import overrides_for_gpus
 from areal_lite.system import gpus
 from areal_lite.system.gpus import CUDA_CONTEXT, GpuMemory
+from areal_lite_quickstart.command import overrides_for_gpus
 from tests.unit.system.fake_gpu import fake_gpu
 
 EXPERIMENTS = sorted(path.stem for path in (config_dir() / "experiment").glob("*.yaml"))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, Qwen3Config
 
-from areal_lite.quickstart.addition import (
+from areal_lite_quickstart.addition import (
     FIRST,
     MAX_DIGITS,
     SECOND,
@@ -22,7 +22,7 @@ from areal_lite.quickstart.addition import (
     prompt,
     split_of,
 )
-from areal_lite.quickstart.make_model import CHARACTERS, build_char_tokenizer
+from areal_lite_quickstart.make_model import CHARACTERS, build_char_tokenizer
 
 splits = st.sampled_from(["train", "test"])
 indices = st.integers(0, 10**9)
@@ -82,7 +82,7 @@ def test_splits_are_disjoint_and_both_hold_every_digit_count() -> None:
 
 def test_problem_is_the_same_in_another_process() -> None:
     code = (
-        "from areal_lite.quickstart.addition import *;"
+        "from areal_lite_quickstart.addition import *;"
         "print([make_problem('test', i, seed=3) for i in range(20)])"
     )
     out = subprocess.run(

@@ -7,8 +7,8 @@ from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
 from areal_lite.config import TrainerConfig, settings_of
 from areal_lite.megatron.architectures import check_supported
-from areal_lite.quickstart import make_model
-from areal_lite.quickstart.command import EXPERTS, MakeModelConfig
+from areal_lite_quickstart import make_model
+from areal_lite_quickstart.command import EXPERTS, MakeModelConfig
 
 TINY = dict(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, mlp_size=16)
 

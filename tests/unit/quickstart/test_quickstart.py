@@ -8,8 +8,8 @@ import pytest
 
 from areal_lite.cli import checked_config
 from areal_lite.launch import local
-from areal_lite.quickstart import make_model, quickstart, sft
 from areal_lite.run_dir.resume import STOPPED
+from areal_lite_quickstart import make_model, quickstart, sft
 
 
 @pytest.fixture

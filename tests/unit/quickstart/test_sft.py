@@ -3,12 +3,12 @@
 import time
 
 from areal_lite.launch.roles import Role, Roles
-from areal_lite.quickstart import sft
-from areal_lite.quickstart.command import SftConfig
-from areal_lite.quickstart.sft import warm_up_view
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.run_dir.resume import STOPPED
 from areal_lite.tools.report.panel import progress_line
+from areal_lite_quickstart import sft
+from areal_lite_quickstart.command import SftConfig
+from areal_lite_quickstart.sft import warm_up_view
 
 
 def test_the_view_of_a_warm_up(tmp_path):

@@ -9,13 +9,13 @@ import numpy as np
 
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.quickstart.make_model import build_char_tokenizer
 from areal_lite.rollout.episode import Episode, Workflow, is_grouped, play
 from areal_lite.routes import ExpertLayout
 from areal_lite.servers.client import GenerationChunk, SamplingParams, ServerFailed
 from areal_lite.servers.fleet import Fleet, Session
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.trajectory import Trajectory
+from areal_lite_quickstart.make_model import build_char_tokenizer
 
 SERVERS = [
     ServerInfo(name=name, url=f"http://{name}", api_key=None, tensor_parallel=1, pid=1)

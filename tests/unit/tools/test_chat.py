@@ -16,11 +16,11 @@ from tokenizers.models import BPE
 
 from areal_lite.config import DataConfig, RolloutConfig, TrainConfig, save_config
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.quickstart.make_model import build_char_tokenizer
 from areal_lite.servers.client import GenerationChunk
 from areal_lite.servers.fleet import Completion
 from areal_lite.tools.chat import Conversation, _answer, _lines, _turns
 from areal_lite.tools.commands import ChatConfig
+from areal_lite_quickstart.make_model import build_char_tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 

@@ -9,7 +9,6 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from areal_lite.config import BufferConfig, ReplayConfig, SyncConfig, TrainConfig
 from areal_lite.launch.roles import Placement
-from areal_lite.quickstart.make_model import build_char_tokenizer
 from areal_lite.tools.dry_run import (
     cadence_line,
     objective_lines,
@@ -18,6 +17,7 @@ from areal_lite.tools.dry_run import (
     read_config,
     trainer_lines,
 )
+from areal_lite_quickstart.make_model import build_char_tokenizer
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 
 from areal_lite.config import DataConfig, RewardConfig
 from areal_lite.controller.evaluation import Scores
-from areal_lite.quickstart.make_model import build_char_tokenizer
 from areal_lite.tools import evaluate
 from areal_lite.tools.commands import EvalCommandConfig
+from areal_lite_quickstart.make_model import build_char_tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 

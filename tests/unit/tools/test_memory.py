@@ -8,10 +8,10 @@ from areal_lite import cli
 from areal_lite.config import LoraConfig, ServerConfig, TrainConfig, TrainerConfig
 from areal_lite.data.model_folder import UNTRAINED
 from areal_lite.megatron.architectures import ARCHITECTURES
-from areal_lite.quickstart.make_model import build_char_tokenizer
 from areal_lite.tools import memory
 from areal_lite.tools.formatting import byte_size
 from areal_lite.tools.memory import GIB, rank_memory, share_gpu, trainer_bytes
+from areal_lite_quickstart.make_model import build_char_tokenizer
 from tests.unit.launch.torch_allocator import Allocator, training_step
 
 SIZES = dict(
@@ -223,7 +223,7 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(model, tmp_path, capsys, mo
     assert f"{memory.num_parameters(hf_config('qwen3')):,} parameters" in shown
     assert "trainer: 2 ranks" in shown and "1 reward worker," in shown
     assert "objective: ppo, decoupled, advantages grpo" in shown
-    assert "reward: areal_lite.quickstart.addition:addition_reward" in shown
+    assert "reward: areal_lite_quickstart.addition:addition_reward" in shown
     assert "workflow: areal_lite.rollout.episode:single_turn" in shown
     assert "8 groups x 8 = 64 sequences" in shown
     assert "10 steps: 20 updates, 640 sequences" in shown

@@ -9,12 +9,12 @@ import pytest
 
 from areal_lite.config import ServerConfig, TrainConfig, save_config
 from areal_lite.config.rules import check_rules
-from areal_lite.quickstart.make_model import build_char_tokenizer
 from areal_lite.run_dir.resume import write_manifest
 from areal_lite.system.network import free_port
 from areal_lite.tools.commands import ServeConfig
 from areal_lite.tools.export import model_of_run
 from areal_lite.tools.serve import check
+from areal_lite_quickstart.make_model import build_char_tokenizer
 
 
 @pytest.fixture(scope="module")

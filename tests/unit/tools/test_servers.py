@@ -8,7 +8,6 @@ import pytest
 
 from areal_lite.config import TrainConfig, save_config
 from areal_lite.controller.protocol import Address
-from areal_lite.quickstart.make_model import build_char_tokenizer
 from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase, write_status
 from areal_lite.servers.registry import (
     UNPUSHED,
@@ -21,6 +20,7 @@ from areal_lite.servers.registry import (
 from areal_lite.system.processes import process_namespace
 from areal_lite.tools import servers
 from areal_lite.tools.commands import ServersConfig
+from areal_lite_quickstart.make_model import build_char_tokenizer
 from tests.fake_sglang import FakeSGLang
 
 STATUS = ControllerStatus(

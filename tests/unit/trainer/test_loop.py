@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from areal_lite.config import TrainConfig
-from areal_lite.quickstart import sft_rank
 from areal_lite.trainer import loop
 from areal_lite.trainer.loop import TrainingRun
 from areal_lite.weights.push import Pusher
+from areal_lite_quickstart import sft_rank
 
 
 class Calls(Pusher):

@@ -1,4 +1,4 @@
-"""A rank of the supervised warm-up: `python -m areal_lite.quickstart.sft_rank RUN_DIR`.
+"""A rank of the supervised warm-up: `python -m areal_lite_quickstart.sft_rank RUN_DIR`.
 
 loss = - sum over completion tokens of log p / number of completion tokens in the batch, over all
 ranks.
@@ -25,12 +25,12 @@ from areal_lite.config import load_config
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.megatron.parallel import data_parallel_rank, data_parallel_sum, shutdown
 from areal_lite.megatron.policy import Policy
-from areal_lite.quickstart import addition
-from areal_lite.quickstart.command import SftConfig
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.system.processes import die_with_parent, run_role
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trajectory import Trajectory
+from areal_lite_quickstart import addition
+from areal_lite_quickstart.command import SftConfig
 
 log = logging.getLogger(__name__)
 # Reinforcement learning must not meet problems whose wrong answers were demonstrated.

@@ -66,18 +66,18 @@ class QuickstartConfig(TrainConfig):
 
 QUICKSTART = Command(
     schema=QuickstartConfig,
-    entry="areal_lite.quickstart.quickstart:run",
-    check="areal_lite.quickstart.command:check_quickstart",
-    adapt="areal_lite.quickstart.command:overrides_for_gpus",
+    entry="areal_lite_quickstart.quickstart:run",
+    check="areal_lite_quickstart.command:check_quickstart",
+    adapt="areal_lite_quickstart.command:overrides_for_gpus",
 )
 MAKE_MODEL = Command(
     schema=MakeModelConfig,
-    entry="areal_lite.quickstart.make_model:run",
+    entry="areal_lite_quickstart.make_model:run",
 )
 SFT = Command(
     schema=SftConfig,
-    entry="areal_lite.quickstart.sft:run",
-    check="areal_lite.quickstart.command:check_sft",
+    entry="areal_lite_quickstart.sft:run",
+    check="areal_lite_quickstart.command:check_sft",
 )
 
 

@@ -1,6 +1,6 @@
 """Write a small, randomly initialized checkpoint in Hugging Face format.
 
-python -m areal_lite.quickstart.make_model out=FOLDER num_layers=2 …
+python -m areal_lite_quickstart.make_model out=FOLDER num_layers=2 …
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from areal_lite.cli import run_command
 from areal_lite.data.model_folder import DELTA_NETS
-from areal_lite.quickstart.command import EXPERTS, MakeModelConfig
 from areal_lite.system.files import new_folder
+from areal_lite_quickstart.command import EXPERTS, MakeModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from areal_lite.launch import local
 from areal_lite.launch.prepare import train_settings
-from areal_lite.quickstart import make_model, sft
-from areal_lite.quickstart.command import QuickstartConfig
 from areal_lite.run_dir.resume import STOPPED, clear_stop_request, lock_run_dir, stop_requested
+from areal_lite_quickstart import make_model, sft
+from areal_lite_quickstart.command import QuickstartConfig
 
 
 def run(config: QuickstartConfig) -> int:

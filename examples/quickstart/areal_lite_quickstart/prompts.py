@@ -6,7 +6,7 @@ from functools import partial
 from areal_lite.config import DataConfig
 from areal_lite.data.prompts import Prompt, Split
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.quickstart import addition
+from areal_lite_quickstart import addition
 
 
 class AdditionPrompts:

@@ -1,6 +1,6 @@
 """Warm a model up: start the ranks and show their progress.
 
-python -m areal_lite.quickstart.sft model=FOLDER out=FOLDER max_digits=3 …
+python -m areal_lite_quickstart.sft model=FOLDER out=FOLDER max_digits=3 …
 """
 
 import sys
@@ -11,14 +11,14 @@ from areal_lite.cli import run_command
 from areal_lite.config import save_config
 from areal_lite.data.model_folder import check_model_folder
 from areal_lite.launch.roles import Roles
-from areal_lite.quickstart.command import SftConfig
 from areal_lite.run_dir.metrics import read_events
 from areal_lite.run_dir.resume import STOPPED, clear_stop_request, lock_run_dir, stop_requested
 from areal_lite.tools.formatting import short
 from areal_lite.tools.report.panel import Progress, View, eta, sparkline
 from areal_lite.tools.report.summary import known_values
+from areal_lite_quickstart.command import SftConfig
 
-_RANK = "areal_lite.quickstart.sft_rank"
+_RANK = "areal_lite_quickstart.sft_rank"
 # The steps whose mean pace is shown.
 _RECENT_STEPS = 50
 
