@@ -4,7 +4,7 @@
     python -m benchmarks.freshness long_tail --seeds 3
     python -m benchmarks.freshness --run runs/RUN      # lengths and speeds of a run
 
-Every row is a simulation (`areal-lite simulate`), in which the real controller admits. A scenario
+Every row is a simulation (benchmarks/simulate), in which the real controller admits. A scenario
 is simulated with the bounds `BOUNDS`, eagerly, and with the largest of them, fresh. The best bound
 is the one with the least mean staleness among those that reach 0.98 of the trajectories a second of
 the largest.
@@ -20,8 +20,8 @@ from statistics import mean
 
 from areal_lite.cli import checked_config
 from areal_lite.system.files import write_json
-from areal_lite.tools.simulate.command import simulated
-from areal_lite.tools.simulate.workload import Loss
+from benchmarks.simulate.command import simulated
+from benchmarks.simulate.workload import Loss
 
 RESULTS = Path(__file__).with_name("results")
 BOUNDS = (1, 2, 3, 4, 8)

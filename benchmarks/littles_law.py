@@ -3,7 +3,7 @@
 import numpy as np
 
 from areal_lite.config import TrainConfig
-from areal_lite.tools.simulate.workload import Workload
+from benchmarks.simulate.workload import Workload
 
 _DRAWN_GROUPS = 2000
 

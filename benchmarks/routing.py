@@ -2,8 +2,7 @@
 
     python -m benchmarks.routing     # five minutes on one core
 
-The fleet is the real one, its servers are modelled (tools/simulate/decoding.py): small ones without
-a GPU, where each sequence makes a step longer, and an H100 with a model of 7B, which is limited by
+The fleet is the real one, its servers are modelled (simulate/decoding.py): small ones without a GPU, where each sequence makes a step longer, and an H100 with a model of 7B, which is limited by
 bandwidth. Samples of a group have log-normal lengths with a common part. A server computes a prompt
 once for a group, and of later turns what is new. A case has `each` trajectories for each server at
 a time, and admits a group when there is room for it. `one` and `each` are what `place` is compared
@@ -27,9 +26,9 @@ import numpy as np
 from areal_lite.servers.client import GenerationChunk, SamplingParams, SGLangClient
 from areal_lite.servers.fleet import Fleet, Session
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.tools.simulate.decoding import Generation, ServerSpeed
-from areal_lite.tools.simulate.stand_ins import TOKEN, Requests, SimulatedServers, run_virtual
-from areal_lite.tools.simulate.workload import LogNormalLengths
+from benchmarks.simulate.decoding import Generation, ServerSpeed
+from benchmarks.simulate.stand_ins import TOKEN, Requests, SimulatedServers, run_virtual
+from benchmarks.simulate.workload import LogNormalLengths
 
 RESULTS = Path(__file__).with_name("results") / "routing.json"
 SEEDS, GROUP = 5, 8

@@ -24,9 +24,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from areal_lite.cli import checked_config
-from areal_lite.tools.simulate.command import simulated, workload
-from areal_lite.tools.simulate.run import Summary
 from benchmarks.littles_law import littles_law
+from benchmarks.simulate.command import simulated, workload
+from benchmarks.simulate.run import Summary
 
 ROOT = Path(__file__).resolve().parents[1]
 AREAL_PAPER = "AReaL, arXiv 2505.24298"

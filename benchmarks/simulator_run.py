@@ -20,9 +20,9 @@ from areal_lite.config import load_config
 from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.reader import RunReader
-from areal_lite.tools.simulate.run import rounded, simulate, summarize
-from areal_lite.tools.simulate.workload import measured_workload
 from benchmarks.littles_law import littles_law
+from benchmarks.simulate.run import rounded, simulate, summarize
+from benchmarks.simulate.workload import measured_workload
 
 WARM_UP = 4  # steps
 

@@ -117,6 +117,9 @@ CORE = {
     ),
 }
 
+LOCAL: dict[str, Command] = {}
+"""Commands that a program defines for itself, to run them by `cli.run_command`."""
+
 
 def command_names() -> list[str]:
     """List the commands of the core and of the installed extensions."""
@@ -125,7 +128,9 @@ def command_names() -> list[str]:
 
 def find_command(name: str) -> Command:
     """Return a command, or a stage of one, by its name. Raises ValueError if there is none."""
+    if found := CORE.get(name) or LOCAL.get(name):
+        return found
     load = extensions.load
-    if found := CORE.get(name) or load(extensions.COMMANDS, name) or load(extensions.STAGES, name):
+    if found := load(extensions.COMMANDS, name) or load(extensions.STAGES, name):
         return found
     raise ValueError(f"unknown command {name!r}; choose one of {', '.join(command_names())}")

@@ -333,8 +333,8 @@ def turn_lines(config: TrainConfig, hf: PretrainedConfig, placement: Placement) 
     return [
         *shared_lines(config, hf, placement),
         f"{byte_size(2 * moments)} a rank to and from host memory in each step, while nothing else "
-        "works. GPUs of their own are faster where the model fits: `areal-lite simulate` with "
-        "these settings compares",
+        "works. GPUs of their own are faster where the model fits: docs/simulate.md says how to "
+        "compare",
     ]
 
 

@@ -37,9 +37,9 @@ from areal_lite.config import TrainerConfig, load_config
 from areal_lite.data.model_folder import num_experts
 from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.paths import STORE_FILE
-from areal_lite.tools.commands import SimulateConfig
 from areal_lite.tools.report.run_data import Columns, read_columns
-from areal_lite.tools.simulate.decoding import ServerSpeed
+from benchmarks.simulate.decoding import ServerSpeed
+from benchmarks.simulate.settings import SimulateConfig
 
 _NORMAL = NormalDist()
 _BYTES = 2  # of a parameter and of an entry of the KV cache

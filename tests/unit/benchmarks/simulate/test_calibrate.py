@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from areal_lite.tools.report.run_data import Columns
-from areal_lite.tools.simulate.decoding import DecodingServer, Generation, ServerSpeed
-from areal_lite.tools.simulate.workload import _trainer_speed, fit_server
+from benchmarks.simulate.decoding import DecodingServer, Generation, ServerSpeed
+from benchmarks.simulate.workload import _trainer_speed, fit_server
 
 RNG = np.random.default_rng(0)
 

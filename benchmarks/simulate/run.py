@@ -25,8 +25,11 @@ from areal_lite.rewards.pool import RewardPool
 from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.store import StoreThread
 from areal_lite.servers.client import SGLangClient
-from areal_lite.tools.simulate.decoding import Usage
-from areal_lite.tools.simulate.stand_ins import (
+from areal_lite.train_batch import TrainBatch
+from areal_lite.trainer.cadence import is_pushed
+from areal_lite.trajectory import InterruptMode
+from benchmarks.simulate.decoding import Usage
+from benchmarks.simulate.stand_ins import (
     Ledger,
     NoLag,
     NoTokenizer,
@@ -36,10 +39,7 @@ from areal_lite.tools.simulate.stand_ins import (
     SimulatedServers,
     run_virtual,
 )
-from areal_lite.tools.simulate.workload import Loss, Workload
-from areal_lite.train_batch import TrainBatch
-from areal_lite.trainer.cadence import is_pushed
-from areal_lite.trajectory import InterruptMode
+from benchmarks.simulate.workload import Loss, Workload
 
 # Virtual seconds after which a batch will never come. Health checks never let time stand still.
 _PATIENCE_S = 24 * 3600.0

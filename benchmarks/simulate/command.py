@@ -1,4 +1,4 @@
-"""Run `areal-lite simulate`: a table, advice in words, comparisons, and the numbers as a file."""
+"""Run a simulation: a table, advice in words, comparisons, and the numbers as a file."""
 
 import json
 import logging
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from areal_lite.config.help import show
 from areal_lite.system.files import write_atomically
-from areal_lite.tools.commands import SimulateConfig
-from areal_lite.tools.simulate.run import Summary, simulate, summarize
-from areal_lite.tools.simulate.workload import (
+from benchmarks.simulate.run import Summary, simulate, summarize
+from benchmarks.simulate.settings import SimulateConfig
+from benchmarks.simulate.workload import (
     LogNormalLengths,
     Loss,
     Workload,

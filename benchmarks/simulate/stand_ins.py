@@ -29,9 +29,9 @@ from areal_lite.rollout.episode import Episode, Transcript
 from areal_lite.run_dir.store import Store
 from areal_lite.servers.client import GenerationChunk, SamplingParams, ServerUnreachable
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.tools.simulate.decoding import DecodingServer, Generation, ServerSpeed, Usage
-from areal_lite.tools.simulate.workload import Workload
 from areal_lite.trajectory import FinishReason, Group, GroupState, Trajectory
+from benchmarks.simulate.decoding import DecodingServer, Generation, ServerSpeed, Usage
+from benchmarks.simulate.workload import Workload
 
 T = TypeVar("T")
 TOKEN = 1

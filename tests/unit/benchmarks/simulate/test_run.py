@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_lite.config import BufferConfig, RolloutConfig, ServerConfig, TrainConfig, TrainerConfig
-from areal_lite.tools.simulate.decoding import ServerSpeed
-from areal_lite.tools.simulate.run import Outcome, simulate, summarize
-from areal_lite.tools.simulate.workload import (
+from benchmarks.littles_law import littles_law
+from benchmarks.simulate.decoding import ServerSpeed
+from benchmarks.simulate.run import Outcome, simulate, summarize
+from benchmarks.simulate.workload import (
     LogNormalLengths,
     Loss,
     RecordedLengths,
     TrainerSpeed,
     Workload,
 )
-from benchmarks.littles_law import littles_law
 
 WORK = Workload(
     lengths=LogNormalLengths(mean=60, spread=0.8, longest=256),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.tools.simulate.decoding import DecodingServer, Generation, ServerSpeed
+from benchmarks.simulate.decoding import DecodingServer, Generation, ServerSpeed
 
 SPEED = ServerSpeed(step_s=0.01, per_sequence_s=1e-4, per_context_s=1e-7, prefill_s=1e-5)
 

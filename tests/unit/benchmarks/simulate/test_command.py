@@ -1,12 +1,11 @@
-"""`areal-lite simulate`: its tables, its advice, its files, and what it refuses."""
+"""The command of the simulator: its tables, its advice, its files, and what it refuses."""
 
 import json
 
 import pytest
 
-from areal_lite.cli import checked_config, main
-from areal_lite.tools.commands import COMPARISONS
-from areal_lite.tools.simulate.command import (
+from areal_lite.cli import checked_config, run_command
+from benchmarks.simulate.command import (
     QUESTIONS,
     advise,
     compare,
@@ -14,6 +13,7 @@ from areal_lite.tools.simulate.command import (
     num_gpus,
     simulated,
 )
+from benchmarks.simulate.settings import COMPARISONS
 
 SMALL = [
     "server.count=6",
@@ -35,7 +35,10 @@ def config():
 
 def test_it_prints_a_table_and_writes_its_file(tmp_path, capsys) -> None:
     out = tmp_path / "results" / "small.json"
-    assert main(["simulate", *SMALL, "simulate.compare=[schedules]", f"simulate.out={out}"]) == 0
+    assert (
+        run_command("simulate", [*SMALL, "simulate.compare=[schedules]", f"simulate.out={out}"])
+        == 0
+    )
     printed = capsys.readouterr().out
     for text in (
         "8: 6 generate, 2 train",
@@ -124,7 +127,9 @@ def test_a_question_without_an_answer_is_one_line(
     question: str, overrides: list[str], capsys, tmp_path
 ) -> None:
     few = ["simulate.steps=1", "simulate.warm_up=0", f"simulate.out={tmp_path / 'out.json'}"]
-    assert main(["simulate", *SMALL, *few, *overrides, f"simulate.compare=[{question}]"]) == 0
+    assert (
+        run_command("simulate", [*SMALL, *few, *overrides, f"simulate.compare=[{question}]"]) == 0
+    )
     assert "no value is possible with these settings" in capsys.readouterr().out
     assert json.loads((tmp_path / "out.json").read_text())["comparisons"] == {question: []}
 
@@ -159,6 +164,6 @@ def test_the_advice_says_when_to_take_turns(overrides: list[str], advice: str) -
     ],
 )
 def test_what_cannot_be_simulated_is_one_line(override: str, reason: str, capsys) -> None:
-    assert main(["simulate", *SMALL, override]) != 0
+    assert run_command("simulate", [*SMALL, override]) != 0
     error = capsys.readouterr().err
     assert reason in error and error.count("\n") == 1

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from areal_lite.tools.simulate.stand_ins import VirtualLoop, run_virtual
+from benchmarks.simulate.stand_ins import VirtualLoop, run_virtual
 
 
 def test_an_hour_passes_at_once_and_exactly() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from areal_lite.cli import checked_config
-from areal_lite.tools.simulate.workload import (
+from benchmarks.simulate.workload import (
     SHAPES,
     LogNormalLengths,
     RecordedLengths,

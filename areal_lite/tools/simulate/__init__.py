@@ -1,1 +1,0 @@
-"""Training runs in virtual time: the real controller, with modelled servers and trainer."""
