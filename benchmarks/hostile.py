@@ -11,7 +11,7 @@ Writes <out>/hostile.json: one record per run, with its trajectories a second, a
 hostile to the healthy run for each schedule. The last steps of a run do not count in `per_second`,
 as many as may be in flight: no more groups start then than the run needs, so that its last batch
 waits for each of them, once. They count in `per_second_to_the_end`. A run that stops, or in which
-`areal-lite audit` finds a fault, ends the benchmark.
+`areal-lite diagnose --audit` finds a fault, ends the benchmark.
 """
 
 import argparse

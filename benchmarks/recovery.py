@@ -15,7 +15,8 @@ lower bound. tests/chaos makes the faults and the world of the run.
 
 A step ends at its `logged_at` in metrics.jsonl, and a server is announced when its file is written.
 How soon a fault is noticed is part of the numbers: LIMITS has the settings for it. The benchmark
-fails if `areal-lite audit` finds that anything was lost or used twice, or if a process is left.
+fails if `areal-lite diagnose --audit` finds that anything was lost or used twice, or if a process
+is left.
 
 Writes <out>/recovery.json and the table <out>/recovery.md.
 """

@@ -2,7 +2,8 @@
 
     python -m benchmarks.routing     # five minutes on one core
 
-The fleet is the real one, its servers are modelled (simulate/decoding.py): small ones without a GPU, where each sequence makes a step longer, and an H100 with a model of 7B, which is limited by
+The fleet is the real one, its servers are modelled (simulate/decoding.py): small ones without a
+GPU, where each sequence makes a step longer, and an H100 with a model of 7B, which is limited by
 bandwidth. Samples of a group have log-normal lengths with a common part. A server computes a prompt
 once for a group, and of later turns what is new. A case has `each` trajectories for each server at
 a time, and admits a group when there is room for it. `one` and `each` are what `place` is compared

@@ -131,16 +131,16 @@ def measures() -> Iterator[Measure]:
     graph = imports(files)
     lines = {name: path.read_text().count("\n") for name, path in files.items()}
     core = {name: count for name, count in lines.items() if not part_of(name)}
-    yield Measure("lines of the core", sum(core.values()), 26_743, 23_700)
+    yield Measure("lines of the core", sum(core.values()), 26_748, 23_700)
     yield Measure("files of the core", len(core), 122, 118)
-    yield Measure("lines of the package", sum(lines.values()), 44_044, 36_700)
-    yield Measure("files of the package", len(lines), 220, 198)
+    yield Measure("lines of the package", sum(lines.values()), 42_324, 36_700)
+    yield Measure("files of the package", len(lines), 214, 198)
     way = measure()
     yield Measure("files from prompt to batch", len(way.files), 22, 22)
     yield Measure("calls of a request", len(way.calls), 5, 5)
     yield Measure("modules with one consumer", len(single_consumers(files, graph)), 25, 25)
     yield Measure("settings of train", _count_settings(TrainConfig, settings_of), 120, 118)
-    yield Measure("commands", len(command_names()), 13, 13)
+    yield Measure("commands", len(command_names()), 11, 11)
     yield Measure("core modules that name a part", len(names_of_parts(files, graph)), 0, 0)
     yield Measure("modules in an import circle", len(list(circles(graph))), 0, 0)
 

@@ -1,6 +1,6 @@
 """From the words of a command line to composed settings, by Hydra, and what was wrong with them.
 
-    areal-lite audit runs/a --tokens         is  areal-lite audit run_dir=runs/a tokens=true
+    areal-lite chat model --raw              is  areal-lite chat model=model raw=true
     areal-lite report runs/a runs/b          is  areal-lite report runs=[runs/a,runs/b]
 
 A word without `=` is a folder, for commands with `words`: a run, or for `chat` also a model.

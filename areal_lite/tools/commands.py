@@ -127,15 +127,8 @@ class DiagnoseConfig:
     """Find problems of a run: alarms, hints, and the settings to change."""
 
     run_dir: str = setting(MISSING, _RUN)
-
-
-@dataclass
-class AuditConfig:
-    """Prove from the files of a run that nothing was lost and nothing was used twice."""
-
-    run_dir: str = setting(MISSING, _RUN)
     tokens: bool = setting(
-        False, "Also read every token of the store: checksums, log-probs and versions."
+        False, "--audit: also read every token of the store: checksums, log-probs and versions."
     )
 
 
@@ -186,9 +179,16 @@ REPORT = Command(
     },
 )
 DIAGNOSE = Command(
-    schema=DiagnoseConfig, entry="areal_lite.tools.diagnose.diagnosis:run", words=_ONE_RUN
+    schema=DiagnoseConfig,
+    entry="areal_lite.tools.diagnose.diagnosis:run",
+    words=_ONE_RUN,
+    modes={
+        "--audit": Mode(
+            entry="areal_lite.tools.audit.audit:run",
+            does="proves that nothing was lost and nothing was used twice",
+        )
+    },
 )
-AUDIT = Command(schema=AuditConfig, entry="areal_lite.tools.audit.audit:run", words=_ONE_RUN)
 DOCTOR = Command(schema=DoctorConfig, entry="areal_lite.tools.doctor:run")
 
 

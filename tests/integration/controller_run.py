@@ -145,7 +145,7 @@ def assert_exact(batch: TrainBatch) -> None:
 
 
 def wrong_with(run_dir: Path) -> dict[str, list[str]]:
-    """Return what `areal-lite audit` finds wrong with a run, by check.
+    """Return what `areal-lite diagnose --audit` finds wrong with a run, by check.
 
     A scripted trainer logs no steps, and its checkpoints are empty.
     """

@@ -188,7 +188,7 @@ def test_containers_that_share_no_volume(network: str, model: Path) -> None:
         python -m areal_lite.controller.service /tmp/run
         wait $hub
         python -m areal_lite.launch.prepare end /tmp/run
-        python -m areal_lite audit /tmp/run"""
+        python -m areal_lite diagnose --audit /tmp/run"""
     join = "exec python -m areal_lite.clusters.join /tmp/run hub:7000"
     start_container(network, "hub", hub, "-v", f"{model}:{model}:ro")
     start_container(network, "servers", f"{join} servers 0 1")

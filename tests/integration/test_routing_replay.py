@@ -260,4 +260,4 @@ def test_a_run_replays_resumes_and_stores(models, tmp_path) -> None:
             "USING (group_id, sample_index, trace_index)"
         )
     assert size / tokens < 6, "3 layers of top-2"
-    areal_lite("audit", str(tmp_path / "run"), "--tokens")
+    areal_lite("diagnose", str(tmp_path / "run"), "--audit", "--tokens")

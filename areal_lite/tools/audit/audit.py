@@ -45,7 +45,7 @@ from areal_lite.tools.audit.store import (
     check_trajectories,
     check_use,
 )
-from areal_lite.tools.commands import AuditConfig, existing_run, no_traceback
+from areal_lite.tools.commands import DiagnoseConfig, existing_run, no_traceback
 from areal_lite.tools.formatting import counted
 from areal_lite.tools.store_columns import ColumnReader, Columns, Groups
 from areal_lite.trajectory import GroupState
@@ -355,7 +355,7 @@ def audit_text(run_dir: Path, checks: list[Check]) -> str:
 
 
 @no_traceback()
-def run(config: AuditConfig) -> int:
+def run(config: DiagnoseConfig) -> int:
     """Print the checks of a run; return 1 if one of them is off."""
     run_dir = existing_run(config.run_dir)
     checks = audit(run_dir, config.tokens)

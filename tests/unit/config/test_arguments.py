@@ -17,7 +17,7 @@ from areal_lite.launch import preflight
 FOLDERS = ["runs/a", "1", "null", "a b", "it's", 'say "x"', r"back\slash", "runs/[1,2]", "ü", "\\"]
 
 
-@pytest.mark.parametrize("command", ["export", "diagnose", "audit"])
+@pytest.mark.parametrize("command", ["export", "diagnose"])
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_word_is_the_run_directory(command, folder):
     _, overrides = parse(command, [folder])
@@ -43,7 +43,7 @@ def test_any_text_survives_quoting(text):
 
 
 def test_every_switch_of_a_command_is_one_of_its_settings():
-    assert switches("audit") == {"--tokens": "tokens=true"}
+    assert switches("diagnose") == {"--tokens": "tokens=true"}
     for command in command_names():
         compose_config(command, [override for override in switches(command).values()])
 
@@ -56,14 +56,14 @@ def run(capsys, *args: str) -> str:
 
 
 def test_mistakes_are_one_line(capsys, tmp_path):
-    for command in ("report", "diagnose", "audit", "export"):
+    for command in ("report", "diagnose", "export"):
         assert f"{tmp_path} is not a run directory" in run(capsys, command, str(tmp_path))
         assert "nowhere: there is no such folder" in run(capsys, command, "nowhere")
-    assert "takes one folder, not 2: runs/b" in run(capsys, "audit", "runs/a", "runs/b")
+    assert "takes one folder, not 2: runs/b" in run(capsys, "diagnose", "runs/a", "runs/b")
     assert "name one run directory, not 2" in run(capsys, "report", "--inspect", "runs/a", "runs/b")
     assert "nowhere: there is no such folder" in run(capsys, "report", "nowhere", str(tmp_path))
     assert "unknown option --folow; did you mean --follow?" in run(capsys, "report", "--folow")
-    assert "--follow is for `areal-lite report`" in run(capsys, "audit", "--follow")
+    assert "--follow is for `areal-lite report`" in run(capsys, "diagnose", "--follow")
     assert "runs/a has no value: write runs/a=…" in run(capsys, "train", "runs/a")
 
 
@@ -130,7 +130,7 @@ def test_cautions_are_wrapped_for_a_terminal_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(preflight, "check_config", lambda *_: ["trainer.lr=1 is too large for it"])
     for stream, count in ((io.StringIO(), 1), (Terminal(), 2)):
         monkeypatch.setattr("sys.stderr", stream)
-        checked_config("audit", [f"run_dir={tmp_path}"])
+        checked_config("diagnose", [f"run_dir={tmp_path}"])
         first, *rest = stream.getvalue().splitlines()
         assert first.startswith("caution: trainer.lr=1") and len(rest) == count - 1
         assert all(line.startswith(" " * 9) for line in rest)

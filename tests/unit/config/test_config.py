@@ -418,7 +418,7 @@ def test_without_the_tools_the_dry_run_says_what_to_install(model, tmp_path, mon
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["train", "--help"], ["audit", "--help"], ["train", "--cfg", "job"]]
+    [["--help"], ["train", "--help"], ["diagnose", "--help"], ["train", "--cfg", "job"]]
     + [["slurm", "--print", "model={model}", "+task=addition", "run_dir=none"]],
 )
 def test_a_reader_that_leaves_ends_the_command_silently(words, model):

@@ -364,12 +364,12 @@ def test_the_draws_of_a_replay_buffer_are_checked(good_replay, tmp_path, name: s
 
 
 def test_the_command_prints_a_line_for_each_check(good, tmp_path, capsys) -> None:
-    assert main(["audit", str(good)]) == 0
+    assert main(["diagnose", "--audit", str(good)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == f"{good}: all 11 checks ok" and all(s.startswith("ok ") for s in shown[2:])
     shutil.copytree(good, tmp_path / "run")
     DAMAGES["another step"][1](tmp_path / "run")
-    assert main(["audit", str(tmp_path / "run")]) == 1
+    assert main(["diagnose", "--audit", str(tmp_path / "run")]) == 1
     shown = capsys.readouterr().out
     assert "3 checks off" in shown and "off  batches " in shown
     assert "steps with another number of groups: 5 (1), 6 (3)" in shown
@@ -392,5 +392,5 @@ def test_a_run_without_a_store(tmp_path, good, capsys) -> None:
         "checkpoints",
     ]
     (tmp_path / "run" / "trajectories.sqlite").write_bytes(b"no store")
-    assert main(["audit", str(tmp_path / "run")]) == 1
+    assert main(["diagnose", "--audit", str(tmp_path / "run")]) == 1
     assert "restore the file from a copy" in capsys.readouterr().err

@@ -218,13 +218,15 @@ def test_a_run_is_shown_in_every_form(tmp_path: Path, monkeypatch, capsys) -> No
 def test_a_damaged_configuration_is_one_line(tmp_path: Path, capsys, content: str) -> None:
     run_dir = unpack("async", tmp_path)
     (run_dir / "config.yaml").write_text(content)
-    for words in (["report"], ["report", "--inspect"], ["diagnose"], ["audit"]):
+    for words in (["report"], ["report", "--inspect"], ["diagnose"], ["diagnose", "--audit"]):
         assert main([*words, str(run_dir)]) == 1
         message = capsys.readouterr().err
         assert message.count("\n") == 1 and "config.yaml" in message
 
 
-@pytest.mark.parametrize("words", [["report"], ["report", "--follow"], ["diagnose"], ["audit"]])
+@pytest.mark.parametrize(
+    "words", [["report"], ["report", "--follow"], ["diagnose"], ["diagnose", "--audit"]]
+)
 def test_a_number_that_a_flipped_bit_made_is_one_line(tmp_path: Path, capsys, words) -> None:
     run_dir = unpack("async", tmp_path)
     with sqlite3.connect(run_dir / "trajectories.sqlite") as db:
