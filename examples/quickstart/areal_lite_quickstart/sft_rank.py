@@ -41,7 +41,7 @@ def train(config: SftConfig, run_dir: Path) -> None:
     """Warm up and export to `config.out`."""
     policy = Policy(config.trainer, Path(config.model), config.seed)
     tokenizer = Tokenizer(config.model)
-    last = time.time()
+    last = time.monotonic()
     for step in range(config.trainer.steps):
         first = step * config.batch_size
         indices = range(first, first + config.batch_size)
@@ -49,7 +49,7 @@ def train(config: SftConfig, run_dir: Path) -> None:
         batch = TrainBatch.from_trajectories([_demonstration(config, tokenizer, i) for i in own])
         result = update(policy, batch)
         if dist.get_rank() == 0:
-            now = time.time()
+            now = time.monotonic()
             append_event(run_dir, "sft", {"step": step + 1, "time_s": now - last, **result})
             last = now
     policy.export_hf(config.out)
