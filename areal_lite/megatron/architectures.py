@@ -55,9 +55,19 @@ from areal_lite.megatron.parameters import (
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _LIMIT = 7.0  # of gpt-oss's experts
 EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
-
+_QKV_WEIGHTS = [f"self_attn.{name}_proj.weight" for name in "qkv"]
 
 Mapping = dict[str, Parameter]
+
+
+def _gated_mlp(ours: str, theirs: str) -> Mapping:
+    """Return the parameters of a gated MLP with these names in Megatron and in Hugging Face."""
+    gate, up, down = (f"{theirs}.{name}_proj.weight" for name in ("gate", "up", "down"))
+    return {
+        f"{ours}.linear_fc1.weight": GatedColumnParallel(gate, up),
+        f"{ours}.linear_fc2.weight": RowParallel(down),
+    }
+
 
 # Once in a model.
 EMBEDDINGS: Mapping = {
@@ -67,9 +77,9 @@ EMBEDDINGS: Mapping = {
 }
 
 # Below decoder.layers.{layer} in Megatron and model.layers.{layer} in Hugging Face.
-NORMS: Mapping = {
-    "input_layernorm.weight": Replicated("input_layernorm.weight"),
-    "pre_mlp_layernorm.weight": Replicated("post_attention_layernorm.weight"),
+INPUT_NORM: Mapping = {"input_layernorm.weight": Replicated("input_layernorm.weight")}
+NORMS: Mapping = INPUT_NORM | {
+    "pre_mlp_layernorm.weight": Replicated("post_attention_layernorm.weight")
 }
 # Of the results of attention and MLP, before these are added to the residual stream.
 NORMS_AFTER: Mapping = {
@@ -77,12 +87,11 @@ NORMS_AFTER: Mapping = {
     "mlp_bda.weight": Replicated("post_feedforward_layernorm.weight"),
 }
 # Of what goes into attention and MLP, and of what comes out.
-NORMS_AROUND: Mapping = NORMS_AFTER | {
-    "input_layernorm.weight": Replicated("input_layernorm.weight"),
-    "pre_mlp_layernorm.weight": Replicated("pre_feedforward_layernorm.weight"),
+NORMS_AROUND: Mapping = (INPUT_NORM | NORMS_AFTER) | {
+    "pre_mlp_layernorm.weight": Replicated("pre_feedforward_layernorm.weight")
 }
 ATTENTION: Mapping = {
-    "self_attention.linear_qkv.weight": QKV(*(f"self_attn.{name}_proj.weight" for name in "qkv")),
+    "self_attention.linear_qkv.weight": QKV(*_QKV_WEIGHTS),
     "self_attention.linear_proj.weight": RowParallel("self_attn.o_proj.weight"),
 }
 FUSED_QKV: Mapping = {"self_attention.linear_qkv.weight": QKV("self_attn.qkv_proj.weight")}
@@ -98,32 +107,15 @@ WIDE_QK_NORM: Mapping = {
     "self_attention.q_layernorm.weight": SplitVector("self_attn.q_norm.weight"),
     "self_attention.k_layernorm.weight": SplitVector("self_attn.k_norm.weight"),
 }
-GATED_MLP: Mapping = {
-    "mlp.linear_fc1.weight": GatedColumnParallel("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp.linear_fc2.weight": RowParallel("mlp.down_proj.weight"),
-}
+GATED_MLP = _gated_mlp("mlp", "mlp")
 FUSED_GATE: Mapping = {"mlp.linear_fc1.weight": GatedColumnParallel("mlp.gate_up_proj.weight")}
-EXPERTS: Mapping = {
-    "mlp.router.weight": Replicated("mlp.gate.weight"),
-    "mlp.experts.local_experts.{expert}.linear_fc1.weight": GatedColumnParallel(
-        "mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"
-    ),
-    "mlp.experts.local_experts.{expert}.linear_fc2.weight": RowParallel(
-        "mlp.experts.{expert}.down_proj.weight"
-    ),
+EXPERTS: Mapping = _gated_mlp("mlp.experts.local_experts.{expert}", "mlp.experts.{expert}") | {
+    "mlp.router.weight": Replicated("mlp.gate.weight")
 }
-SHARED_EXPERT: Mapping = {
-    "mlp.shared_experts.linear_fc1.weight": GatedColumnParallel(
-        "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"
-    ),
-    "mlp.shared_experts.linear_fc2.weight": RowParallel("mlp.shared_expert.down_proj.weight"),
-    "mlp.shared_experts.gate_weight": Replicated("mlp.shared_expert_gate.weight"),
+SHARED_EXPERT: Mapping = _gated_mlp("mlp.shared_experts", "mlp.shared_expert") | {
+    "mlp.shared_experts.gate_weight": Replicated("mlp.shared_expert_gate.weight")
 }
-GATED_QKV: Mapping = {
-    "self_attention.linear_qkv.weight": GatedQKV(
-        *(f"self_attn.{name}_proj.weight" for name in "qkv")
-    )
-}
+GATED_QKV: Mapping = {"self_attention.linear_qkv.weight": GatedQKV(*_QKV_WEIGHTS)}
 DELTA_NET: Mapping = {
     "self_attention.in_proj.weight": DeltaNet(
         *(f"linear_attn.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))
@@ -141,12 +133,8 @@ PACKED_INPUT: Mapping = {
 }
 
 # A router of sigmoids chooses by them plus a bias. An MLP stands beside the experts.
-GLM_EXPERTS: Mapping = EXPERTS | {
-    "mlp.router.correction": Untrained("mlp.gate.e_score_correction_bias"),
-    "mlp.shared_experts.linear_fc1.weight": GatedColumnParallel(
-        "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"
-    ),
-    "mlp.shared_experts.linear_fc2.weight": RowParallel("mlp.shared_experts.down_proj.weight"),
+GLM_EXPERTS: Mapping = (EXPERTS | _gated_mlp("mlp.shared_experts", "mlp.shared_experts")) | {
+    "mlp.router.correction": Untrained("mlp.gate.e_score_correction_bias")
 }
 LATENT_ATTENTION: Mapping = {
     "self_attention.q_proj.weight": SplitVector("self_attn.q_proj.weight"),
@@ -179,50 +167,38 @@ class Architecture:
     layer: Mapping  # the parameters that its layers can have
     # The fields of Megatron's TransformerConfig that not every architecture sets.
     fields: Callable[[PretrainedConfig], dict[str, Any]] = lambda hf: {}
-    # Raises ValueError for a configuration that would be computed wrongly.
+    # Raises ValueError for a model that SGLang would compute differently or that cannot train.
     check: Callable[[PretrainedConfig], None] = lambda hf: None
     # Frequencies are stretched in layers without a window only.
     plain_in_windows: bool = False
     centered: bool = False  # norms multiply by 1 + weight
     scaled_embedding: bool = False  # times the square root of its width
 
-    @property
-    def norms_before(self) -> bool:
-        """Return whether norms stand before attention and MLP."""
-        return NORMS.keys() <= self.layer.keys()
-
-    @property
-    def norms_after(self) -> bool:
-        """Return whether norms stand after attention and MLP."""
-        return NORMS_AFTER.keys() <= self.layer.keys()
-
-    @property
-    def latent(self) -> bool:
-        """Return whether attention is multi-latent."""
-        return LATENT_ATTENTION.items() <= self.layer.items()
-
-    @property
-    def wide_qk_norm(self) -> bool:
-        """Return whether queries and keys have norms over all heads."""
-        return WIDE_QK_NORM.items() <= self.layer.items()
+    def has(self, part: Mapping) -> bool:
+        """Return whether its layers can have all of these parameters."""
+        return part.items() <= self.layer.items()
 
 
-def _check_qwen3_moe(hf: PretrainedConfig) -> None:
-    """Raise ValueError for a model that SGLang would compute differently or that cannot train."""
+def _check_experts(hf: PretrainedConfig) -> None:
+    """Raise ValueError for shared embeddings, and for a router that would have no gradient."""
     if hf.tie_word_embeddings:
         raise ValueError(
             f"tie_word_embeddings=true is not supported for {hf.model_type}, because SGLang does"
             " not share them: use a checkpoint with an lm_head"
         )
+    if getattr(hf, "norm_topk_prob", True) and hf.num_experts_per_tok == 1:
+        remedy = ": set norm_topk_prob to false" if hf.model_type.startswith("qwen3") else ""
+        raise ValueError(
+            f"num_experts_per_tok=1 leaves the router of {hf.model_type} without a gradient{remedy}"
+        )
+
+
+def _check_qwen3_moe(hf: PretrainedConfig) -> None:
+    _check_experts(hf)
     if hf.mlp_only_layers or hf.decoder_sparse_step != 1:
         raise ValueError(
             f"mlp_only_layers={hf.mlp_only_layers} and decoder_sparse_step="
             f"{hf.decoder_sparse_step} are not supported: SGLang has experts in every layer"
-        )
-    if hf.norm_topk_prob and hf.num_experts_per_tok == 1:
-        raise ValueError(
-            "num_experts_per_tok=1 with norm_topk_prob=true leaves the router without a gradient:"
-            " set norm_topk_prob to false"
         )
 
 
@@ -251,14 +227,11 @@ def _delta_net(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def _check_glm4_moe(hf: PretrainedConfig) -> None:
-    """Raise ValueError for a model that SGLang would compute differently or that cannot train."""
-    kind = hf.model_type
-    if hf.tie_word_embeddings:
-        raise ValueError(f"tie_word_embeddings=true with {kind}: SGLang does not share them")
+    _check_experts(hf)
     if not hf.norm_topk_prob:
-        raise ValueError(f"norm_topk_prob=false is not supported for {kind}: SGLang ignores it")
-    if hf.num_experts_per_tok == 1:
-        raise ValueError(f"num_experts_per_tok=1 leaves the router of {kind} without a gradient")
+        raise ValueError(
+            f"norm_topk_prob=false is not supported for {hf.model_type}: SGLang ignores it"
+        )
     if hf.n_routed_experts % hf.n_group or hf.n_routed_experts < 2 * hf.n_group:
         raise ValueError(
             f"n_routed_experts={hf.n_routed_experts} do not make up n_group={hf.n_group} groups of"
@@ -285,7 +258,6 @@ def _glm4_moe(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def _check_deepseek_v3(hf: PretrainedConfig) -> None:
-    """Raise ValueError for a model that SGLang would compute differently or that cannot train."""
     _check_glm4_moe(hf)
     if hf.num_key_value_heads != hf.num_attention_heads:
         raise ValueError(
@@ -317,15 +289,11 @@ def _check_olmo3(hf: PretrainedConfig) -> None:
 
 
 def _check_gpt_oss(hf: PretrainedConfig) -> None:
-    """Raise ValueError for a model that SGLang would compute differently or that cannot train."""
-    if hf.tie_word_embeddings:
-        raise ValueError("tie_word_embeddings=true with gpt_oss: SGLang does not share them")
+    _check_experts(hf)
     if not hf.attention_bias:
         raise ValueError("attention_bias=false is not supported for gpt_oss: use a model with it")
     if (limit := getattr(hf, "swiglu_limit", _LIMIT)) != _LIMIT:
         raise ValueError(f"swiglu_limit={limit} is not supported for gpt_oss: it is {_LIMIT}")
-    if hf.num_experts_per_tok == 1:
-        raise ValueError("num_experts_per_tok=1 leaves the router of gpt_oss without a gradient")
 
 
 def _gpt_oss(hf: PretrainedConfig) -> dict[str, Any]:
@@ -342,14 +310,10 @@ def _gpt_oss(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def _check_gemma3(hf: PretrainedConfig) -> None:
-    """Raise ValueError for a model that SGLang would compute differently or that cannot train."""
     if not hf.tie_word_embeddings:
         raise ValueError("tie_word_embeddings=false with gemma3_text: SGLang shares them")
-    for name in (
-        "final_logit_softcapping",
-        "attn_logit_softcapping",
-        "use_bidirectional_attention",
-    ):
+    caps = "final_logit_softcapping", "attn_logit_softcapping"
+    for name in (*caps, "use_bidirectional_attention"):
         if value := getattr(hf, name):
             raise ValueError(f"{name}={value} is not supported for gemma3_text: set it to null")
     if (rope := hf.rope_parameters["sliding_attention"])["rope_type"] != "default":
@@ -467,6 +431,9 @@ def transformer_config(
     """Describe the network in Megatron's terms; `settings` are further fields."""
     family = ARCHITECTURES[hf.model_type]
     own: dict[str, Any] = {"activation_func": F.silu} | family.fields(hf)
+    if any(windows := has_window(hf)):
+        own["window_size"] = (hf.sliding_window - 1, 0)
+        own["window_attn_skip_freq"] = [int(one) for one in windows]
     made = TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -487,20 +454,11 @@ def transformer_config(
         # each microbatch's loss is already its share of the global loss.
         calculate_per_token_loss=True,
         **settings,
-        **_windows(hf),
         **own,
     )
     # Given before, Megatron refuses to split experts with biases, which ours may be.
-    made.add_bias_linear = PROJ_BIAS.items() <= family.layer.items()
+    made.add_bias_linear = family.has(PROJ_BIAS)
     return made
-
-
-def _windows(hf: PretrainedConfig) -> dict[str, Any]:
-    """Describe the windows of the layers."""
-    if not any(found := has_window(hf)):
-        return {}
-    before = hf.sliding_window - 1
-    return {"window_size": (before, 0), "window_attn_skip_freq": [int(one) for one in found]}
 
 
 def described(hf: PretrainedConfig) -> dict[str, Any]:

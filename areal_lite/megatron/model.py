@@ -36,6 +36,10 @@ from areal_lite.config import LoraConfig, TrainerConfig
 from areal_lite.data.model_folder import has_delta_net
 from areal_lite.megatron.architectures import (
     ARCHITECTURES,
+    INPUT_NORM,
+    LATENT_ATTENTION,
+    NORMS_AFTER,
+    WIDE_QK_NORM,
     Architecture,
     check_supported,
     transformer_config,
@@ -273,7 +277,7 @@ def _layer_spec(
         parts = {"in_proj": qkv, "out_proj": proj, "norm": RMSNorm}
         layer.self_attention = ModuleSpec(module=GatedDeltaNet, params=parts)
         return spec
-    if architecture.latent:
+    if architecture.has(LATENT_ATTENTION):
         parts = {"hf": hf, "proj": proj, "norm": RMSNorm}
         layer.self_attention = ModuleSpec(module=LatentAttention, params=parts)
         return spec
@@ -282,7 +286,7 @@ def _layer_spec(
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
-    if architecture.wide_qk_norm:
+    if architecture.has(WIDE_QK_NORM):
         heads = {"q": config.num_attention_heads, "k": config.num_query_groups}
         for name, number in heads.items():
             norm = ModuleSpec(module=WideNorm, params={"heads": number})
@@ -293,9 +297,9 @@ def _layer_spec(
 def _set_norms(layer: Any, config: TransformerConfig, architecture: Architecture) -> None:
     """Set the norms of a layer's hidden states."""
     norm, total = (CenteredNorm, CenteredSum) if architecture.centered else (RMSNorm, NormedSum)
-    before = norm if architecture.norms_before else IdentityOp
+    before = norm if architecture.has(INPUT_NORM) else IdentityOp
     layer.input_layernorm = layer.pre_mlp_layernorm = before
-    if architecture.norms_after:
+    if architecture.has(NORMS_AFTER):
         sizes = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         layer.self_attn_bda = layer.mlp_bda = ModuleSpec(
             module=total, params={"config": config, **sizes}

@@ -37,6 +37,9 @@ from areal_lite.cpu import KEPT_LOGITS
 from areal_lite.data.model_folder import expected_shape, has_delta_net, num_experts
 from areal_lite.megatron.architectures import (
     ARCHITECTURES,
+    LATENT_ATTENTION,
+    NORMS_AROUND,
+    WIDE_QK_NORM,
     check_supported,
     described,
     layer_mapping,
@@ -317,11 +320,11 @@ def layer_activations(
     norm = b if gpu or b == 4 else 8
     norms = 2 * (norm + b) * hidden  # and outputs
     family = ARCHITECTURES[hf.model_type]
-    if family.norms_before and family.norms_after:
+    if family.has(NORMS_AROUND):
         norms += 2 * norm * hidden
     has_head_norms = any("self_attention.q_layernorm.weight" in names for names in layers)
     attention = _attention_activations(hf, b, norm if has_head_norms else 0, gpu)
-    if family.latent:
+    if family.has(LATENT_ATTENTION):
         attention = _latent_activations(hf, b, norm)
     if any(nets := has_delta_net(hf)):
         attention += (2 * b + 4) * queries  # gates, before and after, and what they let through
@@ -361,7 +364,7 @@ def _attention_activations(hf: PretrainedConfig, b: int, norm: int, gpu: bool) -
     kept = 2 * b * heads + 4 * hf.num_attention_heads
     if norm or not copied:
         kept += b * heads
-    if not (copied and ARCHITECTURES[hf.model_type].wide_qk_norm):
+    if not (copied and ARCHITECTURES[hf.model_type].has(WIDE_QK_NORM)):
         kept += norm * heads
     if b != 4 and not gpu:  # torch's kernel has another order of heads: the output is copied
         kept += b * hf.num_attention_heads * dim
@@ -381,7 +384,7 @@ def kv_bytes_per_token(hf: PretrainedConfig, itemsize: int, tensor_parallel: int
 
     Heads are copied where there are fewer of them than GPUs.
     """
-    if ARCHITECTURES[hf.model_type].latent:  # every GPU has the whole short vector
+    if ARCHITECTURES[hf.model_type].has(LATENT_ATTENTION):  # every GPU has the whole short vector
         return hf.num_hidden_layers * (hf.kv_lora_rank + hf.qk_rope_head_dim) * itemsize
     heads = max(hf.num_key_value_heads // tensor_parallel, 1)
     return 2 * has_delta_net(hf).count(False) * heads * head_dim(hf) * itemsize

@@ -112,7 +112,7 @@ def test_supported(architecture):
         ("gpt_oss", {"attention_bias": False}, "attention_bias=false"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
         ("gpt_oss", {"num_experts_per_tok": 1}, "without a gradient"),
-        ("deepseek_v3", {"tie_word_embeddings": True}, "with deepseek_v3: SGLang does not share"),
+        ("deepseek_v3", {"tie_word_embeddings": True}, "for deepseek_v3, because SGLang"),
         ("deepseek_v3", {"num_key_value_heads": 1}, "its 4 heads have keys of their own"),
         ("deepseek_v3", {"num_key_value_heads": 4, "v_head_dim": 999}, "v_head_dim=999 are not"),
         ("deepseek_v3", {"num_key_value_heads": 4, "rope_interleave": False}, "=False and v_head"),
@@ -147,7 +147,7 @@ def test_supported(architecture):
         (
             "qwen3_moe",
             {"num_experts_per_tok": 1, "norm_topk_prob": True},
-            "num_experts_per_tok=1 with norm_topk_prob=true",
+            "set norm_topk_prob to false",
         ),
         (
             "qwen3_moe",
