@@ -27,7 +27,7 @@ from areal_lite.megatron.architectures import EXPERT, layout
 from areal_lite.megatron.lora import adapters, is_adapter
 from areal_lite.megatron.model import LAYER, Backbone
 from areal_lite.megatron.parallel import process_group
-from areal_lite.megatron.parameters import RowParallel
+from areal_lite.megatron.parameters import Parameter, Replicated, RowParallel
 from areal_lite.run_dir.resume import write_manifest
 from areal_lite.system import heartbeat
 from areal_lite.system.files import new_folder
@@ -104,20 +104,15 @@ class WeightStream:
         """Iterate over this rank's parameters that are sent."""
         return (each for each in global_parameters(chunks) if layout(each[0], self.hf).trained)
 
-    def _is_replicated(self, name: str) -> bool:
-        """Return whether every tensor-parallel rank holds all of the parameter."""
-        return layout(name, self.hf).replicated
-
-    def _join(self, name: str, shards: list[Tensor]) -> Bucket:
-        """Make whole tensors of the shards of one parameter."""
-        plan = layout(name, self.hf)
-        return list(zip(plan.names, plan.join(self.hf, shards), strict=True))
+    def _plan(self, name: str) -> Parameter:
+        """Return the tensors of the parameter, and how tensor-parallel ranks split it."""
+        return layout(name, self.hf)
 
     def _sends(self, name: str) -> bool:
         """Return whether this rank gives its shard of the parameter to rank 0."""
         if name == "output_layer.weight" and self.hf.tie_word_embeddings:
             return False  # a last pipeline stage's copy of the embedding
-        if self._is_replicated(name) and split_group(name).rank() > 0:
+        if self._plan(name).replicated and split_group(name).rank() > 0:
             return False
         if _is_expert(name):
             return parallel_state.get_expert_data_parallel_rank() == 0
@@ -140,28 +135,21 @@ class WeightStream:
         bucket: Bucket = []
         held = 0
         itemsize = next(iter(self.own.values())).itemsize
-        for _, group in groupby(self.shards, self._tensors):
+        # Several experts may share a tensor.
+        for tensors, group in groupby(self.shards, lambda name: self._plan(name).names):
             names = list(group)
             shapes = [shape for name in names for _, _, shape in self.shards[name]]
             size = itemsize * sum(torch.Size(shape).numel() for shape in shapes)
-            if bucket and held + size > bucket_bytes and self._may_begin_bucket(names[0]):
+            follows = names[0].endswith(_B)  # its A, in the same bucket
+            if bucket and held + size > bucket_bytes and not follows:
                 heartbeat.beat()
                 yield bucket
                 bucket, held = [], 0
-            parts = [self._join(name, self._receive(name, self.shards[name])) for name in names]
-            if len(parts) > 1:
-                parts = [[(parts[0][0][0], torch.stack([part[0][1] for part in parts]))]]
-            bucket.extend(parts[0])
+            parts = [self._plan(n).join(self.hf, self._receive(n, self.shards[n])) for n in names]
+            whole = parts[0] if len(parts) == 1 else [torch.stack([part for (part,) in parts])]
+            bucket.extend(zip(tensors, whole, strict=True))
             held += size
         yield bucket
-
-    def _tensors(self, name: str) -> tuple[str, ...]:
-        """Return the tensors of the parameter, which several experts may share."""
-        return layout(name, self.hf).names
-
-    def _may_begin_bucket(self, name: str) -> bool:
-        """Return whether the parameter's tensors need no earlier ones in their bucket."""
-        return True
 
     def _value(self, name: str) -> Tensor:
         """Return this rank's shard of the parameter, or of its sum with an adapter."""
@@ -170,13 +158,12 @@ class WeightStream:
 
     def _receive(self, name: str, shards: list[_Shard]) -> list[Tensor]:
         like = next(iter(self.own.values())).detach()
-        tensors = []
-        requests = []
-        for _, sender, shape in shards:
-            tensor = self._value(name) if sender == 0 else like.new_empty(shape)
-            if sender > 0:
-                requests.append(dist.irecv(tensor, sender))
-            tensors.append(tensor)
+        tensors = [
+            self._value(name) if sender == 0 else like.new_empty(shape)
+            for _, sender, shape in shards
+        ]
+        senders = [sender for _, sender, _ in shards]
+        requests = [dist.irecv(x, sender) for x, sender in zip(tensors, senders) if sender > 0]
         for request in requests:
             assert request is not None
             request.wait()
@@ -194,33 +181,13 @@ class AdapterStream(WeightStream):
             yield weight.removesuffix(".weight") + _A, adapter.a
             yield weight.removesuffix(".weight") + _B, adapter.b
 
-    def _is_replicated(self, name: str) -> bool:
+    def _plan(self, name: str) -> Parameter:
+        end = _A if name.endswith(_A) else _B
+        weight = layout(name.removesuffix(end) + ".weight", self.hf)
         # A row-parallel layer splits its inputs, and so A. Other layers split their outputs, and B.
-        weight = _adapted(name)
-        return isinstance(layout(weight, self.hf), RowParallel) == name.endswith(_B)
-
-    def _join(self, name: str, shards: list[Tensor]) -> Bucket:
-        plan = layout(_adapted(name), self.hf)
-        end = name.removeprefix(_adapted(name).removesuffix(".weight"))
-        names = [weight.removesuffix(".weight") + end for weight in plan.names]
-        if end == _B and not self._is_replicated(name):
-            return list(zip(names, plan.join(self.hf, shards), strict=True))
-        whole = shards[0] if len(shards) == 1 else torch.cat(shards, 1)
-        return [(each, whole) for each in names]
-
-    def _tensors(self, name: str) -> tuple[str, ...]:
-        return (name,)
-
-    def _may_begin_bucket(self, name: str) -> bool:
-        return name.endswith(_A)
-
-    def _value(self, name: str) -> Tensor:
-        return self.own[name].detach()
-
-
-def _adapted(name: str) -> str:
-    """Return the weight that A or B adapts."""
-    return name.removesuffix(_A).removesuffix(_B) + ".weight"
+        split = isinstance(weight, RowParallel) == (end == _A)
+        names = (each.removesuffix(".weight") + end for each in weight.names)
+        return (type(weight) if split else Replicated)(*names)
 
 
 def _order(item: tuple[str, object]) -> tuple[int, str, int]:

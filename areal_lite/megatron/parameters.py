@@ -101,7 +101,7 @@ class Parameter:
 
 
 class Replicated(Parameter):
-    """One tensor, the same on all ranks."""
+    """The same on all ranks, and in all tensors if there are several (an adapter's A)."""
 
     replicated = True
 
@@ -109,7 +109,7 @@ class Replicated(Parameter):
         return sources[0][:]
 
     def join(self, hf, shards):
-        return list(shards[:1])
+        return [shards[0]] * len(self.names)
 
 
 class Untrained(Replicated):
