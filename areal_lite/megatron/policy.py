@@ -72,40 +72,38 @@ class ParallelModel:
     """The model of a Hugging Face folder, on the process groups of `config`.
 
     It joins them if `init_distributed` has not been called. seed: of torch's generators and of
-    adapters; with_values: a value layer stands in place of the output layer. Raises ValueError for
-    a model or a setting that is not supported.
+    adapters. Raises ValueError for a model or a setting that is not supported.
     """
 
     replays_routes = False
+    with_values = False  # a value layer stands in place of the output layer
     operations: ClassVar[float] = 0.0
     """The floating-point operations of this rank's share of the data, in all models so far."""
 
-    def __init__(
-        self, config: TrainerConfig, model_path: str | Path, seed: int, with_values: bool = False
-    ):
+    def __init__(self, config: TrainerConfig, model_path: str | Path, seed: int):
         self.config = config
         self.device = init_distributed(config, seed)
         self.dtype = select_dtype(config, self.device)
         self.source = Path(model_path)
         self.hf_config = AutoConfig.from_pretrained(self.source, local_files_only=True)
-        self.with_values = with_values
         self._operations = Operations(
-            self.hf_config, self.source, has_head=not with_values, frozen=config.lora.rank > 0
+            self.hf_config, self.source, has_head=not self.with_values, frozen=config.lora.rank > 0
         )
         self.tp_group = process_group(parallel_state.get_tensor_model_parallel_group())
         self.dp_group = process_group(parallel_state.get_data_parallel_group())
         self.pp_group = process_group(parallel_state.get_pipeline_model_parallel_group())
         self.cp_group = process_group(parallel_state.get_context_parallel_group())
-        tie = self.hf_config.tie_word_embeddings and not with_values
+        tie = self.hf_config.tie_word_embeddings and not self.with_values
         self.chunks = build_chunks(self.hf_config, self.dtype, config, tie=tie)
         self.model = Chunks(self.chunks)
         last: Any = self.chunks[-1]
-        if with_values and last.post_process:
+        has_value_layer = self.with_values and last.post_process
+        if has_value_layer:
             last.output_layer = None  # not loaded
         load_hf(self.chunks, self.source, self.hf_config)
         for name, adapter in adapters(self.chunks):
             adapter.initialize(seed, name)
-        if with_values and last.post_process:
+        if has_value_layer:
             last.output_layer = ValueLayer(last.config)
         self.rotations = rotations(self.hf_config, self.device)
 
@@ -282,10 +280,8 @@ def _filler() -> Microbatch:
 class TrainableModel(ParallelModel):
     """A ParallelModel with gradients, optimizer and schedule."""
 
-    def __init__(
-        self, config: TrainerConfig, model_path: str | Path, seed: int, with_values: bool = False
-    ):
-        super().__init__(config, model_path, seed, with_values)
+    def __init__(self, config: TrainerConfig, model_path: str | Path, seed: int):
+        super().__init__(config, model_path, seed)
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=is_sharded(config)
         )
@@ -430,8 +426,7 @@ class Critic(TrainableModel):
     is the value of the state before token i, as the module says.
     """
 
-    def __init__(self, config: TrainerConfig, model_path: str | Path, seed: int):
-        super().__init__(config, model_path, seed, with_values=True)
+    with_values = True
 
     def values(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Compute the values of all tokens of a flat batch: float32 [T], on every rank."""
