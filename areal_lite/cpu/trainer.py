@@ -31,7 +31,7 @@ def install(kernels: Kernels) -> None:
     kernels.rms_norm = rms_norm
     kernels.rotate = rotate
     kernels.linear = linear
-    kernels.packed_attention = PackedAttention()
+    kernels.packed_attention, kernels.packed_fits = packed_attention, packed_fits
     kernels.varlen = False
     kernels.exact_rotation = False  # SGLang rotates in the model's dtype here
     kernels.wide_products = False
@@ -95,29 +95,24 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     return out
 
 
-class PackedAttention:
-    """Attention within packed segments by one kernel, if none of them sees many keys."""
+def packed_fits(like: Tensor, dtype: torch.dtype, head_dim: int, longest: int) -> bool:
+    """Return whether the kernel computes with these tensors, and faster than torch."""
+    plain = norms.fits(like) and dtype == torch.float32
+    return plain and head_dim % SIZE == 0 and longest <= MAX_KERNEL_LENGTH
 
-    def fits(self, like: Tensor, dtype: torch.dtype, head_dim: int, longest: int) -> bool:
-        """Return whether the kernel computes with these tensors, and faster than torch."""
-        plain = norms.fits(like) and dtype == torch.float32
-        return plain and head_dim % SIZE == 0 and longest <= MAX_KERNEL_LENGTH
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        spans: Spans,
-        window: int | None,
-        scale: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Attend over packed tokens: [t, heads, dim]."""
-        rest = spans, window or MAX_KERNEL_LENGTH, scale
-        out = _Attention.apply(query, key, value, sinks, *rest)
-        assert isinstance(out, Tensor)
-        return out
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Spans,
+    window: int | None,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend within packed segments by one kernel: [t, heads, dim]."""
+    rest = spans, window or MAX_KERNEL_LENGTH, scale
+    return _Attention.apply(query, key, value, sinks, *rest)  # pyright: ignore[reportReturnType]
 
 
 class _Attention(torch.autograd.Function):

@@ -38,7 +38,7 @@ from areal_lite.megatron.architectures import ARCHITECTURES, full_rope
 from areal_lite.megatron.delta_net import Pieces, SplitRows
 from areal_lite.megatron.kernels import Spans, add_sink, kernels, sink_gradient
 from areal_lite.megatron.packing import LocalTokens
-from areal_lite.megatron.parallel import current_device, process_group
+from areal_lite.megatron.parallel import process_group, whole_weight
 from areal_lite.megatron.parameters import head_dim
 
 Segment = tuple[int, int]  # tokens of its queries, and of its keys
@@ -96,8 +96,7 @@ class PackedSequences(PackedSeqParams):
         cu_seqlens_k = cu_seqlens_q if local.cu_seqlens_k is None else local.cu_seqlens_k
         key_index, segments, spans = local.key_index, None, None
         longest = int(cu_seqlens_k.diff().max())
-        kernel = kernels.packed_attention
-        if kernel and kernel.fits(like, dtype, head_dim, longest):
+        if kernels.packed_attention and kernels.packed_fits(like, dtype, head_dim, longest):
             index = torch.arange(len(local.tokens)) if key_index is None else key_index
             bounds = cu_seqlens_q.long().numpy(), cu_seqlens_k.long().numpy()
             spans = Spans(queries=bounds[0], keys=bounds[1], index=index.numpy())
@@ -222,23 +221,15 @@ class LatentAttention(MegatronModule):
         if hf.q_lora_rank is None:
             self.q_proj = up(config.hidden_size, width)
         else:
-            self.q_down = self._down(hf.q_lora_rank)
+            self.q_down = whole_weight(config, hf.q_lora_rank, config.hidden_size)
             self.q_norm = norm(config, hf.q_lora_rank, config.layernorm_epsilon)
             self.q_up = up(hf.q_lora_rank, width)
-        self.kv_down = self._down(sum(self.parts))
+        self.kv_down = whole_weight(config, sum(self.parts), config.hidden_size)
         self.kv_norm = norm(config, hf.kv_lora_rank, config.layernorm_epsilon)
         self.kv_up = up(hf.kv_lora_rank, self.plain + self.value)
         options |= {"input_is_parallel": True, "skip_bias_add": True}
         self.proj = build_module(proj, number * self.value, config.hidden_size, **options)
         self.core = PackedAttention(config, layer_number, None, None, config.softmax_scale)
-
-    def _down(self, size: int) -> torch.nn.Parameter:
-        shape, config = (size, self.config.hidden_size), self.config
-        made = torch.empty(shape, dtype=config.params_dtype, device=current_device())
-        weight = torch.nn.Parameter(made)
-        # Tells Megatron that a rank has the gradient of its own tokens only.
-        weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
-        return weight
 
     def forward(self, hidden_states: Tensor, packed_seq_params: Any = None, **_: Any):
         """Compute [l / tp, 1, hidden] -> the same shape, and no bias."""

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from areal_lite.megatron.kernels import gated, grouped_linear, grouped_sums
-from areal_lite.megatron.parallel import current_device, process_group
+from areal_lite.megatron.parallel import current_device, process_group, whole_weight
 
 
 class Rows(NamedTuple):
@@ -193,19 +193,13 @@ class Router(torch.nn.Module):
         self.groups = config.moe_router_num_groups or 1
         self.top_groups = config.moe_router_group_topk or 1
         self.scale = config.moe_router_topk_scaling_factor
-        sizes = config.num_moe_experts, config.hidden_size
-        weight = torch.empty(sizes, dtype=config.params_dtype, device=current_device())
-        self.weight = torch.nn.Parameter(weight)
-        # Tells Megatron that a rank has the gradient of its own tokens only.
-        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
-        self.bias = self.correction = None
-        if config.add_bias_linear:
-            bias = torch.empty(sizes[0], dtype=config.params_dtype, device=weight.device)
-            self.bias = torch.nn.Parameter(bias)
-            self.bias.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+        experts = config.num_moe_experts
+        self.weight = whole_weight(config, experts, config.hidden_size)
+        self.bias = whole_weight(config, experts) if config.add_bias_linear else None
+        self.correction = None
         if config.moe_router_score_function == "sigmoid":
             # Its update would follow the load of experts (arXiv:2408.15664), which no loss does.
-            bias = torch.empty(sizes[0], dtype=torch.float32, device=weight.device)
+            bias = torch.empty(experts, dtype=torch.float32, device=current_device())
             self.correction = torch.nn.Parameter(bias, requires_grad=False)
         self.replay: RoutingReplay | None = None
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial, wraps
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,34 +28,6 @@ class Spans:
     queries: np.ndarray  # int64 [m + 1], the bounds of the segments
     keys: np.ndarray  # int64 [m + 1], their bounds in `index`
     index: np.ndarray  # int64 [k], the token of each key
-
-
-class PackedKernel(Protocol):
-    """Causal attention within packed segments, as one kernel."""
-
-    def fits(self, like: Tensor, dtype: torch.dtype, head_dim: int, longest: int) -> bool:
-        """Return whether the kernel computes with these tensors, and faster than torch.
-
-        longest: the keys of a segment.
-        """
-        ...
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        spans: Spans,
-        window: int | None,
-        scale: float,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Attend over tokens [t, heads, dim]. Carries gradients.
-
-        window: how many of its keys a token sees at most, the last ones; None for all.
-        scale: of the dot products. sinks: [heads], scores of a key without a value.
-        """
-        ...
 
 
 def fused(function: Operator) -> Operator:
@@ -275,7 +247,13 @@ class Kernels:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm  # (x, weight, eps) -> as x
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate  # (x, cos, sin) -> as x
     linear: Callable[[Tensor, Tensor], Tensor] = F.linear  # (x, weight) -> x Wᵀ, no gradient
-    packed_attention: PackedKernel | None = None  # for float32
+    # Causal attention of tokens [t, heads, dim] by one kernel, with gradients: (query, key, value,
+    # spans, window, scale of dot products, sinks) -> as query. window: how many of its keys a token
+    # sees at most, the last ones, or None; sinks: [heads], scores of a key without a value, or None
+    packed_attention: Callable[..., Tensor] | None = None
+    # (like these tensors, dtype, head_dim, most keys of a segment) -> whether the kernel computes
+    # them, and faster than torch
+    packed_fits: Callable[[Tensor, torch.dtype, int, int], bool] = lambda *_: False
     varlen: bool = True  # half precision attends over packed tokens by FlashAttention
     exact_rotation: bool = True  # the rotary embedding is in float32, as in the server
     wide_products: bool = True  # products of half-precision matrices are added up in float32

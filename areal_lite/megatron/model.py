@@ -49,7 +49,12 @@ from areal_lite.megatron.delta_net import GatedDeltaNet, SplitRows
 from areal_lite.megatron.experts import Experts, MixtureOfExperts, RoutingReplay, sparse_layers
 from areal_lite.megatron.kernels import gated, kernels
 from areal_lite.megatron.lora import freeze_base, linear_layer
-from areal_lite.megatron.parallel import current_device, process_group, transformer_settings
+from areal_lite.megatron.parallel import (
+    current_device,
+    process_group,
+    transformer_settings,
+    whole_weight,
+)
 from areal_lite.megatron.parameters import padded_vocab
 
 LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
@@ -64,10 +69,7 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__()
         self.eps = eps
-        weight = torch.ones(hidden_size, dtype=config.params_dtype, device=current_device())
-        self.weight = torch.nn.Parameter(weight)
-        # Tells Megatron that a rank has the gradient of its own tokens only.
-        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+        self.weight = whole_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return kernels.rms_norm(x, self.weight, self.eps)

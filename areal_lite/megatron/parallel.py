@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from areal_lite.config import TrainerConfig
@@ -142,6 +143,15 @@ def process_group(group: Any) -> dist.ProcessGroup:
     """Narrow the type of one of Megatron's groups, which is None before `init_distributed`."""
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def whole_weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
+    """Make a parameter of ones that every tensor-parallel rank has whole."""
+    ones = torch.ones(shape, dtype=config.params_dtype, device=current_device())
+    weight = torch.nn.Parameter(ones)
+    # Tells Megatron that a rank has the gradient of its own tokens only.
+    weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+    return weight
 
 
 def on_every_rank(condition: bool) -> bool:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
 from areal_lite.cpu.kernels import norms
 from areal_lite.cpu.kernels.products import PackedWeights, linear
-from areal_lite.cpu.trainer import PackedAttention, rotate
+from areal_lite.cpu.trainer import packed_attention, rotate
 from areal_lite.megatron.attention import PackedSequences, Rotation
 from areal_lite.megatron.kernels import Spans
 from areal_lite.megatron.model import RMSNorm
@@ -152,7 +152,7 @@ def test_packed_attention_and_its_gradients(
         keys = np.cumsum([0, *map(len, seen)])
         spans = Spans(queries=queries, keys=keys, index=torch.cat(seen).numpy())
         rest = spans, window, factor, sinks
-        return PackedAttention()(query, key, value, *rest).transpose(0, 1)
+        return packed_attention(query, key, value, *rest).transpose(0, 1)
 
     def plain(query, key, value, sinks=None):
         attended = []
