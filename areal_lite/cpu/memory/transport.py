@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +81,30 @@ class MemoryTransport:
         """Write all weights. The servers still generate meanwhile."""
         if self._descriptor is None:
             self._descriptor = os.memfd_create("areal_lite-weights")
-        file = _Writer(self._descriptor)
-        table = []
-        for bucket in buckets:
-            for name, tensor in bucket:
+        content, table = xxhash.xxh3_128(), []
+        with open(self._descriptor, "wb", closefd=False) as file:
+
+            def append(data: bytes | memoryview) -> None:
+                content.update(data)
+                file.write(data)
+
+            file.seek(0)
+            file.write(bytes(DATA_OFFSET))  # clears the header
+            file.flush()
+            for name, tensor in chain.from_iterable(buckets):
                 dtype = str(tensor.dtype).removeprefix("torch.")
-                table.append((name, dtype, list(tensor.shape), file.position))
+                table.append((name, dtype, list(tensor.shape), file.tell()))
                 data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-                file.append(data.numpy().data)
-        header = file.finish(json.dumps(table).encode(), version)
+                append(data.numpy().data)
+                append(bytes(-file.tell() % ALIGNMENT))
+            encoded = json.dumps(table).encode()
+            where = file.tell(), len(encoded)
+            append(encoded)
+            file.truncate()
+            content.update(FIELDS.pack(version, *where))
+            header = Header(content.hexdigest(), version, where)
+            file.seek(0)
+            file.write(header.pack())
         return StagedWeights(f"/proc/{os.getpid()}/fd/{self._descriptor}", header)
 
     def close(self, servers: list[ServerInfo]) -> None:
@@ -122,38 +138,3 @@ def can_share_memory() -> bool:
         return subprocess.run(probe, stderr=subprocess.DEVNULL).returncode == 0
     finally:
         os.close(descriptor)
-
-
-class _Writer:
-    """Writes one version into a file: the header is cleared first and written last."""
-
-    def __init__(self, descriptor: int):
-        self._descriptor = descriptor
-        self._content = xxhash.xxh3_128()
-        self.position = DATA_OFFSET
-        self._write(bytes(DATA_OFFSET), 0)
-
-    def append(self, data: bytes | memoryview) -> None:
-        """Write `data`, and zeros up to the next tensor."""
-        self._append(data)
-        self._append(bytes(-self.position % ALIGNMENT))
-
-    def finish(self, table: bytes, version: int) -> Header:
-        where = (self.position, len(table))
-        self._append(table)
-        os.ftruncate(self._descriptor, self.position)
-        self._content.update(FIELDS.pack(version, *where))
-        header = Header(self._content.hexdigest(), version, where)
-        self._write(header.pack(), 0)
-        return header
-
-    def _append(self, data: bytes | memoryview) -> None:
-        self._content.update(data)
-        self.position += self._write(data, self.position)
-
-    def _write(self, data: bytes | memoryview, offset: int) -> int:
-        view = memoryview(data)
-        written = 0
-        while written < len(view):
-            written += os.pwrite(self._descriptor, view[written:], offset + written)
-        return written
