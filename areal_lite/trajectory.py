@@ -181,10 +181,10 @@ def _broken_routes(routes: np.ndarray, mask: np.ndarray) -> str | None:
 
 
 def shared_length(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the number of tokens with which both `a` and `b`, int [n], begin."""
+    """Return the number of tokens, [n] or [n, width], with which both `a` and `b` begin."""
     length = min(len(a), len(b))
     different = np.flatnonzero(a[:length] != b[:length])
-    return int(different[0]) if len(different) else length
+    return int(different[0]) * length // a[:length].size if len(different) else length
 
 
 def trace_name(sample_index: int, trace_index: int) -> str:

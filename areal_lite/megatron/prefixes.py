@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from areal_lite.trajectory import shared_length
+
 _CUT = 20
 """A family ends where a cut computes at most one token in so many twice."""
 
@@ -64,20 +66,13 @@ def sort_sequences(keys: list[np.ndarray]) -> Sorted:
     """Sort sequences, given by the keys of their tokens, uint8 [length, width]."""
     strings = [key.tobytes() for key in keys]
     order = sorted(range(len(keys)), key=strings.__getitem__, reverse=True)
-    shared = [0, *(_common(keys[a], keys[b]) for a, b in zip(order, order[1:]))]
+    shared = [0, *(shared_length(keys[a], keys[b]) for a, b in zip(order, order[1:]))]
     return Sorted(np.array(order, np.int64), np.array(shared, np.int64))
 
 
 def unshared(count: int) -> Sorted:
     """Return `count` sequences, in their own order, as if none had a prefix of another."""
     return Sorted(np.arange(count), np.zeros(count, np.int64))
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Count the tokens that two sequences begin with in common."""
-    length = min(len(a), len(b))
-    different = (a[:length] != b[:length]).any(1)
-    return int(different.argmax()) if different.any() else length
 
 
 def families(lengths: np.ndarray, shared: np.ndarray, budget: int) -> list[int]:
