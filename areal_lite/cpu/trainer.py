@@ -51,12 +51,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows = norms.array(x, -1, len(weight))
-        out, scale = np.empty_like(rows), np.empty(len(rows), np.float32)
-        norms.rms_norm(rows, weight.detach().numpy(), np.float32(eps), out, scale)
         ctx.save_for_backward(x, weight)
-        ctx.scale = scale
-        return torch.from_numpy(out).view(x.shape)
+        normed, ctx.scale = norms.normed(x, weight, eps)
+        return normed
 
     @staticmethod
     @once_differentiable
@@ -79,20 +76,13 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin, 1)
+        return norms.rotated(x, cos[:, 0].numpy(), sin[:, 0].numpy(), x.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        cos, sin = ctx.saved_tensors
-        return _rotated(grads[0], cos, sin, -1), None, None
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    out = torch.empty(x.shape)
-    angles = cos[:, 0].numpy(), sin[:, 0].numpy()
-    norms.rotate(norms.array(x, *x.shape), *angles, np.float32(sign), out.numpy())
-    return out
+        angles = (x[:, 0].numpy() for x in ctx.saved_tensors)
+        return norms.rotated(grads[0], *angles, grads[0].shape[-1], sign=-1), None, None
 
 
 def packed_fits(like: Tensor, dtype: torch.dtype, head_dim: int, longest: int) -> bool:

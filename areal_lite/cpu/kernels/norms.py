@@ -23,6 +23,24 @@ def array(x: torch.Tensor, *shape: int) -> np.ndarray:
     return x.detach().reshape(shape).contiguous().numpy()
 
 
+def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, np.ndarray]:
+    """Return x [..., n] normed, without a gradient, and the scale of each row (`rms_norm`)."""
+    rows = array(x, -1, len(weight))
+    out, scale = np.empty_like(rows), np.empty(len(rows), np.float32)
+    rms_norm(rows, weight.detach().numpy(), np.float32(eps), out, scale)
+    return torch.from_numpy(out).view(x.shape), scale
+
+
+def rotated(
+    x: torch.Tensor, cos: np.ndarray, sin: np.ndarray, dim: int, sign: int = 1
+) -> torch.Tensor:
+    """Return x [tokens, heads, dim] or [tokens, heads · dim], rotated without a gradient."""
+    heads = array(x, len(cos), -1, dim)
+    out = np.empty_like(heads)
+    rotate(heads, cos, sin, np.float32(sign), out)
+    return torch.from_numpy(out).view(x.shape)
+
+
 @numba.njit(cache=True, nogil=True, fastmath=True)
 def rms_norm(x, weight, eps, out, scale):
     """Set scale[t] = 1 / rms(x[t]) and out[t] = weight · x[t] · scale[t], row by row.

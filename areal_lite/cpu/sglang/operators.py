@@ -7,7 +7,6 @@ no supported model has. A kernel has one thread: the batches of a decode step ar
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from sglang.kernels.fused_op import BaseFusedOp
 from sglang.srt.layers.layernorm import RMSNorm
@@ -35,11 +34,7 @@ def rms_norm(norm: RMSNorm, x: Tensor, residual: Tensor | None = None, *more, **
         return norm.forward_native(x, residual, *more, **named)
     if residual is not None:
         x = x + residual
-    rows = norms.array(x, -1, norm.hidden_size)
-    out, scale = np.empty_like(rows), np.empty(len(rows), np.float32)
-    eps = np.float32(norm.variance_epsilon)
-    norms.rms_norm(rows, norm.weight.detach().numpy(), eps, out, scale)
-    normed = torch.from_numpy(out).view(x.shape)
+    normed, _ = norms.normed(x, norm.weight, norm.variance_epsilon)
     return normed if residual is None else (normed, x)
 
 
@@ -52,7 +47,7 @@ def rotary_embedding(
         return rotary.forward_native(positions, query, key, *more, **named)
     both = rotary.cos_sin_cache.index_select(0, positions.flatten())
     cos, sin = (norms.array(half, *half.shape) for half in both.chunk(2, dim=-1))
-    return _rotated(query, cos, sin, rotary.head_size), _rotated(key, cos, sin, rotary.head_size)
+    return tuple(norms.rotated(x, cos, sin, rotary.head_size) for x in (query, key))
 
 
 def is_plain_rotation(rotary: RotaryEmbedding) -> bool:
@@ -64,13 +59,6 @@ def is_plain_rotation(rotary: RotaryEmbedding) -> bool:
         and not hasattr(rotary, "sin_cos_cache")
         and norms.fits(rotary.cos_sin_cache)
     )
-
-
-def _rotated(x: Tensor, cos: np.ndarray, sin: np.ndarray, dim: int) -> Tensor:
-    heads = norms.array(x, len(cos), x.numel() // (len(cos) * dim), dim)
-    out = np.empty_like(heads)
-    norms.rotate(heads, cos, sin, np.float32(1), out)
-    return torch.from_numpy(out).view(x.shape)
 
 
 def draw(
