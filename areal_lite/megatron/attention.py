@@ -154,21 +154,12 @@ class PackedAttention(MegatronModule):
         self.rotates = not (isinstance(without, list) and without[layer_number - 1])
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask=None,
-        attn_mask_type=None,
-        attention_bias=None,
-        packed_seq_params: PackedSequences | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, *_, packed_seq_params: Any, **__
     ) -> Tensor:
-        packed = packed_seq_params
-        assert packed is not None
         if self.rotates:
-            angles = packed.angles[0 if self.window is None else -1]
+            angles = packed_seq_params.angles[0 if self.window is None else -1]
             query, key = _rotate(query, *angles), _rotate(key, *angles)
-        return self.attend(query, key, value, packed)
+        return self.attend(query, key, value, packed_seq_params)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         """Attend with queries and keys that are rotated."""

@@ -51,13 +51,9 @@ def global_parameters(chunks: Sequence[Backbone]) -> Iterator[tuple[str, Tensor]
                 yield from chunk.matrices(name, parameter)
 
 
-def _is_expert(name: str) -> bool:
-    return ".local_experts." in name
-
-
 def split_group(name: str) -> dist.ProcessGroup:
     """Return the ranks over which the parameter is split."""
-    if _is_expert(name):
+    if EXPERT.search(name):
         return process_group(parallel_state.get_expert_tensor_parallel_group())
     return process_group(parallel_state.get_tensor_model_parallel_group())
 
@@ -114,7 +110,7 @@ class WeightStream:
             return False  # a last pipeline stage's copy of the embedding
         if self._plan(name).replicated and split_group(name).rank() > 0:
             return False
-        if _is_expert(name):
+        if EXPERT.search(name):
             return parallel_state.get_expert_data_parallel_rank() == 0
         return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
 
