@@ -174,22 +174,17 @@ def flat_batch(batch: TrainBatch, version: int, device: torch.device) -> FlatBat
     def on_device(array) -> Tensor:
         return torch.from_numpy(array).to(device)
 
-    behavior, versions = on_device(batch.behavior_logprobs), on_device(batch.versions)
+    same = ("sampled", "versions", "sequence_ids", "rewards", "group_ids", "episode_ids")
+    same += ("trace_indices", "truncated")
+    behavior = on_device(batch.behavior_logprobs)
     return FlatBatch(
         version=version,
-        sampled=on_device(batch.sampled),
         mask=on_device(batch.loss_mask),
         behavior=behavior,
-        versions=versions,
-        sequence_ids=on_device(batch.sequence_ids),
         prox=torch.zeros_like(behavior),
         entropy=torch.zeros_like(behavior),
-        rewards=on_device(batch.rewards),
-        group_ids=on_device(batch.group_ids),
-        episode_ids=on_device(batch.episode_ids),
-        trace_indices=on_device(batch.trace_indices),
-        truncated=on_device(batch.truncated),
         earned=None if batch.turn_rewards is None else on_device(batch.turn_rewards),
+        **{name: on_device(getattr(batch, name)) for name in same},
     )
 
 

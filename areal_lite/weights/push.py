@@ -209,7 +209,6 @@ class WeightPusher(Pusher):
         self._turns = turns or Turns(config, run_dir)
         self._controller = controller
         self._config = config
-        self._timeout_s = config.sync.timeout_s
         self._transport = make_transport(config, device, run_dir)
         self._works = False  # some server has taken a push
 
@@ -265,10 +264,9 @@ class WeightPusher(Pusher):
         self._works |= bool(recipients.servers)
         if refusals and not self._works:
             raise self._broken(recipients, refusals[0])
-        if self._config.sync.verify:
-            report.verified = recipients.sum_each(
-                lambda server: verify(server, sent, self._timeout_s)
-            )
+        if config.sync.verify:
+            verified = partial(verify, sent=sent, timeout_s=config.sync.timeout_s)
+            report.verified = recipients.sum_each(verified)
         self._controller.pushed(version, report.failed)
         report.total_s = steady_time() - started
         return recipients
