@@ -1,18 +1,13 @@
-"""Drafts of answers: what earlier answers to the same prompt said next.
+"""Drafts of answers: what earlier answers to the same prompt said next (docs/servers.md).
 
-An answer is drafted from the answers to its prompt so far, of earlier epochs and of the requests
-that are running, and from the prompt itself. After each context of 8, 4 and 2 tokens the history
-knows the token that followed most often, and in what part of the cases. A draft follows the longest
-context that is known, token by token. Where the history of a prompt knows no context, that of all
-prompts may. A step computes the likeliest tokens of all drafts, as many as are worth their time
-(`Pace`).
+After each context of 8, 4 and 2 tokens the history of a prompt knows the token that followed most
+often, and in what part of the cases. A draft follows the longest context that is known, token by
+token. Where the history of a prompt knows no context, that of all prompts may. A step computes the
+likeliest tokens of all drafts, as many as are worth their time (`Pace`).
 
 How likely a guess is, the history learns as well: whenever a token is noted, it looks whether the
 guess for it was right. So it knows how often guesses of a kind are right for this policy now: with
 a context of so many tokens, seen so often, and so often with the same next token.
-
-A server that starts learns from the newest answers in the store of the run (`StoredAnswers`), and
-later from what other servers answer.
 """
 
 from collections import OrderedDict, deque

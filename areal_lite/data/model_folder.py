@@ -260,7 +260,6 @@ def check_weights(folder: Path) -> None:
 
 
 def _check_tensors(folder: Path, tensors: Mapping[str, Path], config: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the tensors of the files are those that config.json implies."""
     if problem := next(_misread(config), ""):
         raise ValueError(f"{folder / 'config.json'}: {problem}")
     # In their order, because there may be more names than memory holds.
@@ -409,7 +408,6 @@ def layer_tensors(config: Mapping[str, Any], layer: int, *, has_net: bool) -> It
 
 
 def _attention(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of the tensors of attention."""
     kind = config["model_type"]
     names = ["qkv_proj"] if kind == "phi3" else ["q_proj", "k_proj", "v_proj"]
     if kind == "deepseek_v3":
@@ -426,7 +424,6 @@ def _attention(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _mlp(config: Mapping[str, Any], layer: int) -> Iterator[str]:
-    """Yield the names of the tensors of the MLP, or of the experts."""
     kind, mlps = config["model_type"], ["mlp"]
     if kind == "gpt_oss":
         yield from ("mlp.router.weight", "mlp.router.bias")

@@ -1,13 +1,9 @@
 """The server's half of `sync.transport=delta`, and the code of a bucket's changes.
 
-A learning rate of RL changes few of the bits of bfloat16: a step of 1e-6 is less than a hundredth
-of the distance between most weights and their neighbors. A bucket travels as the places and the
-differences of the int16 that changed (`encode`), and servers add these to their parameters. The
-sums are exact, so that a server holds what a push of whole weights would have brought.
-
-A difference is of no use to a server that holds other weights. Each bucket therefore names the
-bucket before it by a checksum of all buckets since the last whole weights (`link`). A server that
-is not there refuses, leaves the push, and gets whole weights.
+A bucket travels as the places and the differences of the int16 that changed (`encode`), and servers
+add these to their parameters (docs/servers.md, Changes alone). A difference is of no use to a
+server that holds other weights. Each bucket therefore names the bucket before it by a checksum of
+all buckets since the last whole weights (`link`).
 """
 
 import struct

@@ -1,8 +1,6 @@
 """The trainer's half of `sync.transport=delta`: buckets of changes in place of whole weights.
 
-The trainer keeps a copy of the weights that the servers have, in the memory of its machine. Servers
-get changes if all of them hold that copy, as they do from the second push on. Otherwise they get
-whole weights, and so they do of a bucket in which most has changed.
+Servers get changes if all of them hold what the trainer has a copy of (docs/servers.md).
 """
 
 import secrets

@@ -216,7 +216,6 @@ def _qwen3_moe(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def _delta_net(hf: PretrainedConfig) -> dict[str, Any]:
-    """Describe layers with a gated delta net, attention with gates in the others, and experts."""
     described = {name: size for name, size in hf.to_dict().items() if name.startswith("linear_")}
     described["linear_attention_freq"] = [int(one) for one in has_delta_net(hf)]
     if hasattr(hf, "num_experts"):
@@ -240,7 +239,6 @@ def _check_glm4_moe(hf: PretrainedConfig) -> None:
 
 
 def _glm4_moe(hf: PretrainedConfig) -> dict[str, Any]:
-    """Describe experts, shared experts and the layers that have them."""
     dense = min(hf.first_k_dense_replace, hf.num_hidden_layers)
     return {
         "qk_layernorm": getattr(hf, "use_qk_norm", False),
@@ -280,7 +278,6 @@ def _deepseek_v3(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def _check_olmo3(hf: PretrainedConfig) -> None:
-    """Raise ValueError for heads of another width than SGLang computes."""
     if head_dim(hf) * hf.num_attention_heads != hf.hidden_size:
         raise ValueError(
             f"head_dim={head_dim(hf)} is not supported for olmo3: SGLang takes hidden_size /"
@@ -297,7 +294,6 @@ def _check_gpt_oss(hf: PretrainedConfig) -> None:
 
 
 def _gpt_oss(hf: PretrainedConfig) -> dict[str, Any]:
-    """Describe sinks, biases everywhere, and experts with limits."""
     return {
         "softmax_type": "learnable",
         "activation_func": quick_gelu,
@@ -324,7 +320,6 @@ def _check_gemma3(hf: PretrainedConfig) -> None:
 
 
 def _check_yarn(hf: PretrainedConfig) -> None:
-    """Raise ValueError for numbers of YaRN that transformers and SGLang read differently."""
     given = hf.rope_parameters.get("attention_factor")
     computed = copy.deepcopy(hf)
     computed.rope_parameters["attention_factor"] = None

@@ -1,8 +1,4 @@
-"""The trainer's checkpoints, in Megatron's distributed format `fully_reshardable`.
-
-Any parallel sizes can load one. It holds, for each of its parts (the policy, and the critic if
-there is one), the parameters that are trained, float32 master weights, Adam moments, and the
-positions of optimizer and schedule; and torch's random state and the caller's `extra`. Invariants:
+"""The trainer's checkpoints, in Megatron's format (docs/checkpoints.md). Invariants:
 
 * A folder has its final name only when every rank's part is in it and on disk. An interrupted save
   leaves a hidden folder, never a bad checkpoint.

@@ -295,17 +295,10 @@ class MixtureOfExperts(MegatronModule):
 
 
 class RoutingReplay:
-    """The choice of one router, of which it follows the recorded one (algo.routing_replay).
+    """The choice of one router, of which it follows the recorded one (R3, arXiv:2510.11370).
 
-    Server and trainer compute router logits that differ by rounding, and weights move between
-    sampling and training. Where the k-th and the next expert are close, they choose different ones,
-    and the log-prob of a token jumps. Replay of the recorded choice removes that (R3,
-    arXiv:2510.11370).
-
-    * Only the choice is replayed. The weights of the chosen experts are still computed from this
-      model's logits, so its router gets their gradient.
-    * Every forward pass of the policy replays. Reference and critic route by themselves.
-    * A token without a recorded route, padding too, is routed by this model's own router.
+    docs/training.md (Routing replay) says why, and what is replayed. A token without a recorded
+    route, padding too, is routed by this model's own router.
     """
 
     def __init__(self, layer: int, device: torch.device):

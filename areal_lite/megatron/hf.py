@@ -97,15 +97,12 @@ class WeightStream:
             dist.recv(numbers[0], sender)
 
     def _parameters(self, chunks: Sequence[Backbone]) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over this rank's parameters that are sent."""
         return (each for each in global_parameters(chunks) if layout(each[0], self.hf).trained)
 
     def _plan(self, name: str) -> Parameter:
-        """Return the tensors of the parameter, and how tensor-parallel ranks split it."""
         return layout(name, self.hf)
 
     def _sends(self, name: str) -> bool:
-        """Return whether this rank gives its shard of the parameter to rank 0."""
         if name == "output_layer.weight" and self.hf.tie_word_embeddings:
             return False  # a last pipeline stage's copy of the embedding
         if self._plan(name).replicated and split_group(name).rank() > 0:

@@ -1,10 +1,7 @@
 """Low-rank adapters beside linear layers (LoRA; Hu et al., 2021, arXiv:2106.09685).
 
-A layer y = W x becomes y = W x + s B A x with s = alpha / rank. Only A [rank, in] and B [out, rank]
-are trained. W has no gradient, no master weight and no optimizer state. A starts uniform in
-±1 / sqrt(in) (Kaiming, as in PEFT), and B starts at zero, so training starts from W.
-
-Under tensor parallelism:
+docs/training.md (Adapters) has the formula. A [rank, in] starts uniform in ±1 / sqrt(in) (Kaiming,
+as in PEFT). Under tensor parallelism:
 
     layer             A                 B
     column-parallel   whole             rows, as W has
@@ -13,8 +10,6 @@ Under tensor parallelism:
 The ranks exchange z = A x and its gradient, `rank` numbers for each token. The matrix that every
 rank has whole sees this rank's tokens only. Megatron then sums its gradient over the ranks, as for
 norms.
-
-The projections that Megatron fuses (query, key and value; gate and up) share one A.
 """
 
 from __future__ import annotations

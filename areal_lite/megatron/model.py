@@ -297,7 +297,6 @@ def _layer_spec(
 
 
 def _set_norms(layer: Any, config: TransformerConfig, architecture: Architecture) -> None:
-    """Set the norms of a layer's hidden states."""
     norm, total = (CenteredNorm, CenteredSum) if architecture.centered else (RMSNorm, NormedSum)
     before = norm if architecture.has(INPUT_NORM) else IdentityOp
     layer.input_layernorm = layer.pre_mlp_layernorm = before

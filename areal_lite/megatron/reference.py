@@ -41,7 +41,6 @@ class Reference(ParallelModel):
             self._release()
 
     def _release(self) -> None:
-        """Free the GPU memory of the weights."""
         for parameter, waiting in zip(self._parameters, self._waiting):
             parameter.data = waiting
 

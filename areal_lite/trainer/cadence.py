@@ -1,8 +1,7 @@
 """The cadence of pushes: which steps end with one, and which pushes are evaluated.
 
-With `sync.every` = N the weights after steps N, 2N, 3N, ... and after the last step are pushed. An
-evaluation needs weights that the servers have, so it follows the first push at or after a multiple
-of `eval.every`. Both depend on the completed steps alone, so a resumed run keeps them.
+It depends on the completed steps alone, so a resumed run keeps it. An evaluation needs weights that
+the servers have (docs/staleness.md, Fewer pushes).
 """
 
 from areal_lite.config import TrainConfig

@@ -210,7 +210,6 @@ class TrainingRun:
             self.pushed = step
 
     def _push_if_due(self) -> PushReport | None:
-        """Push the weights, or tell the controller that the step is complete without a push."""
         if not is_pushed(self.config, self.done):
             self.pusher.skip(self.done)
             return None
@@ -265,18 +264,14 @@ def proximal_record(step: int, batch: TrainBatch, prox: np.ndarray) -> dict[str,
 class LogprobAgreement:
     """Whether server and trainer agree: log-probs of the same tokens under the same weights.
 
-    Every step makes up to two comparisons. Each is a mean absolute difference in nats.
+    Every step makes up to two comparisons (docs/training.md), mean absolute differences in nats:
 
-    * `logprob_diff_sampled` compares the behavior log-probs of sequences in the batch that the
-      trainer's current version sampled from beginning to end, under a KV cache of that version
-      alone. It is None without such a sequence, and with `algo.prox=loglinear`, which takes the
-      behavior log-probs of fresh tokens for the trainer's own.
-    * `logprob_diff_scored` lets a server score a few sequences of the batch as prompts. It needs
+    * `logprob_diff_sampled`, of fresh sequences in the batch. With `algo.prox=loglinear` it is
+      None, because that takes the behavior log-probs of fresh tokens for the trainer's own.
+    * `logprob_diff_scored`, of a few sequences that a server scores as prompts. It needs
       temperature 1, because the log-probs of a prompt are not scaled by it. It is None with
-      replayed routes, because a prompt takes other routes, and where servers are so busy that
-      all waiting for them would take more than 10 s and 2 % of the run.
-
-    `logprob_diff` is the larger of the two.
+      replayed routes, and where servers are so busy that all waiting for them would take more than
+      10 s and 2 % of the run.
     """
 
     def __init__(self, config: TrainConfig):

@@ -1,9 +1,6 @@
-"""One training step: a batch of trajectories becomes M optimizer updates.
+"""One training step: a batch of trajectories becomes M optimizer updates (docs/training.md).
 
     forward passes -> targets (advantages) -> M updates of the policy, and of the critic
-
-The policy before the step is the proximal one. The first update runs it anyway, so a forward pass
-of its own is for the other tokens, unless the targets depend on its log-probs.
 
 * An update takes whole groups. A microbatch contributes its share of a mean over the whole update,
   on all data-parallel ranks, so the result does not depend on packing or on the number of ranks.

@@ -4,11 +4,8 @@ Rank 0 is trainer rank 0, and every rank of every server comes after it. A serve
 when an HTTP request tells it to. The collective runs on a thread of its own while the HTTP answers
 are watched. Otherwise a server that refuses would leave rank 0 in the broadcast without end.
 
-When one server fails in a collective, all others fail with it. At the first failure, or when it
-takes too long, rank 0 gives up and closes the store of the group, which tells the servers to give
-up too (sglang_plugins/weight_group.py). Only the cause is to blame, and the others join a new group
-without the culprits. If every server answers, the collective itself is the cause: no server is to
-blame, and the push fails with the error of the collective.
+When one server fails in a collective, all others fail with it. Only the cause is to blame, and the
+others join a new group without the culprits (docs/servers.md, Weight groups).
 """
 
 import json

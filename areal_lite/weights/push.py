@@ -1,10 +1,4 @@
-"""Pushes of the trainer's weights to the servers.
-
-    begin_push   the controller names the servers, and stops sending requests if the mode says so
-    pause        the servers stop generating: the pause window begins
-    transfer     the servers take the weights and their version
-    resume       the servers continue: the pause window ends
-    pushed       the controller learns which servers have the version, and opens admission for it
+"""Pushes of the trainer's weights to the servers; docs/servers.md has a chart of the calls.
 
 * Only the pause window costs generation, so whatever can be done before it is done before it.
 * A server that fails leaves the push. The others take the same bucket again, which is harmless,
@@ -12,13 +6,6 @@
 * After a push every remaining server, if any, holds exactly one version. A server that starts or
   comes back is stale until `push_stale` brings it to the current version: before the first batch,
   too. A transport that does not work thus ends a run before its first episode.
-
-The ways of the weights, `sync.transport`:
-
-    distributed   buckets over a process group (broadcast.py)
-    adapters      the same, of adapters alone
-    disk          a checkpoint in a folder that the servers can read
-    others        where an installed package has them (extensions.py)
 """
 
 import logging

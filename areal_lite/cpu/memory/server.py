@@ -7,10 +7,6 @@ The `load_format` of a request to `/update_weights_from_disk` says what to do wi
 * `areal_lite_activate:DIGEST`: copy it into the model. The scheduler does so between two steps, so
   that the server need not be paused. Only a version that was checked can be activated.
 
-`LoadPlan` finds out what a model's `load_weights` would write before anything is written, whether
-every parameter would be complete, and of the right shape (sglang_plugins/load_plan.py). Making the
-recorded writes is then all that a load is.
-
 A request that is refused has changed nothing: the server goes on with the weights that it has.
 """
 

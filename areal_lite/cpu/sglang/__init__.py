@@ -1,23 +1,9 @@
 """Stock SGLang without a GPU: torch and numba do the work of its CUDA kernels.
 
-SGLang itself is not edited. It has extension points for hardware that it does not know:
-
-* `platform.py`: an out-of-tree platform (entry-point group `sglang.srt.platforms`, chosen by
-  `SGLANG_PLATFORM=areal_lite_cpu`), as SGLang's own needs a build of its kernel package that no
-  package index carries. Workers start by fork: spawn protects a CUDA context, and would only import
-  everything three times.
-* `attention.py`: an attention backend of one kernel, in place of a loop over sequences in Python,
-  and the allocator of the KV cache, whose kernels SGLang has in Triton only.
-* `decoder.py`: the layers of dense models, by few operators.
-* `families.py`: the gated delta nets of Qwen3-Next and Qwen3.5, and gpt-oss.
-* The windows of Mistral, Qwen and Phi-3, whose models in SGLang have none.
-* `operators.py`: sampling, and for other models the norm and the rotary embedding.
-* `speculation.py`: several tokens of an answer in one pass, drafted from earlier answers.
-* `parking.py`: servers that give their memory back while the trainer has its turn.
-* `invariant.py`: batch-invariant products and seeded sampling, for `server.deterministic`.
-* `stand_ins.py`: stand-ins for packages that SGLang imports and a text model never uses.
-
-With a GPU nothing of this is active: `activate` returns None.
+SGLang itself is not edited: it has extension points for hardware that it does not know. Its own
+platform for a CPU needs a build of its kernel package that no package index carries. Workers start
+by fork: spawn protects a CUDA context, and would only import everything three times. With a GPU
+nothing of this is active: `activate` returns None.
 """
 
 from collections.abc import Callable

@@ -121,7 +121,6 @@ def _forward(
 
 
 def _gated(original: Callable[..., Tensor], attn_output: Tensor, gate: Tensor, **_: Any):
-    """Multiply the results of attention by their gates."""
     return attn_output * gate.reshape(attn_output.shape).sigmoid()
 
 
@@ -132,7 +131,6 @@ def _add_shared_expert(
     shared_output: Tensor,
     final_hidden_states: Tensor,
 ) -> None:
-    """Add the result of the shared expert, times its gate, to that of the others."""
     final_hidden_states += F.linear(hidden_states, gate_weight[None]).sigmoid() * shared_output
 
 

@@ -305,7 +305,6 @@ def _places(counts: Tensor) -> Tensor:
 
 
 def _repeated(info: SamplingBatchInfo, counts: Tensor) -> SamplingBatchInfo:
-    """Return the sampling parameters of each row."""
     names = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias")
     found = {name: getattr(info, name) for name in names}
     repeated = {n: v.repeat_interleave(counts, 0) for n, v in found.items() if v is not None}
