@@ -110,9 +110,7 @@ def gated(
     then added (gpt-oss). Only the arguments are kept for backward, which computes the activation,
     one of `_SLOPES`, again.
     """
-    result = _Gated.apply(projections, scale, activation, limit)
-    assert isinstance(result, Tensor)
-    return result
+    return _Gated.apply(projections, scale, activation, limit)  # pyright: ignore[reportReturnType]
 
 
 class _Gated(torch.autograd.Function):

@@ -124,13 +124,10 @@ class Broadcast:
                 sending: Future[None] | None = None
                 # Each round gathers a bucket while another is on the wire.
                 for bucket, following in chain([first], stream):
-                    last = following is None
-                    send = partial(
-                        self.send,
-                        bucket,
-                        version=str(recipients.report.version) if last else None,
-                        flush_cache=recipients.flush_cache and last,
-                    )
+                    send = partial(self.send, bucket)
+                    if following is None:
+                        version = str(recipients.report.version)
+                        send = partial(send, version=version, flush_cache=recipients.flush_cache)
                     if sending:
                         sending.result()
                     sending = wire.submit(recipients.run_together, send)
@@ -142,7 +139,7 @@ class Broadcast:
         """Send the buckets that come before the pause, and yield the others."""
         for bucket in packed:
             if bucket.ahead:
-                to.run_together(partial(self.send, bucket, version=None, flush_cache=False))
+                to.run_together(partial(self.send, bucket))
             else:
                 yield bucket
 
@@ -165,8 +162,8 @@ class Broadcast:
         bucket: FlatBucket,
         servers: list[ServerInfo],
         *,
-        version: str | None,
-        flush_cache: bool,
+        version: str | None = None,
+        flush_cache: bool = False,
     ) -> None:
         """Broadcast one bucket to exactly `servers`. `version` marks the last one of a push."""
         options = {"load_format": bucket.load_format, "flush_cache": flush_cache}
