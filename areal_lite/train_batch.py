@@ -79,7 +79,7 @@ class TrainBatch:
             truncated=np.array([t.finish_reason == FinishReason.LENGTH for t in trajectories]),
             kv_versions=np.array([t.kv_version for t in trajectories], np.int32),
             source_keys=np.array([source_key(t.prompt_id) for t in trajectories], np.int64),
-            cu_seqlens=_cumulative(lengths),
+            cu_seqlens=np.cumsum([0, *lengths]),
             turn_rewards=_turn_rewards(trajectories),
             routes=join_routes([t.routes for t in trajectories], lengths) if with_routes else None,
         )
@@ -136,7 +136,7 @@ class TrainBatch:
         return TrainBatch(
             **{name: getattr(self, name)[token_indices] for name in _TOKEN_ARRAYS},
             **{name: getattr(self, name)[indices] for name in _SEQUENCE_ARRAYS},
-            cu_seqlens=_cumulative(self.lengths[indices]),
+            cu_seqlens=np.cumsum([0, *self.lengths[indices]]),
             turn_rewards=None if self.turn_rewards is None else self.turn_rewards[token_indices],
             routes=None if self.routes is None else self.routes[token_indices],
         )
@@ -189,11 +189,6 @@ def _turn_rewards(trajectories: Sequence[Trajectory]) -> np.ndarray | None:
 def source_key(prompt_id: str) -> int:
     """Return a number for the part of `prompt_id` before its first slash: the source's name."""
     return zlib.crc32(prompt_id.partition("/")[0].encode())
-
-
-def _cumulative(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return [0, l0, l0 + l1, ...], int64."""
-    return np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
 
 
 def save_batch(batch: TrainBatch, path: Path) -> None:
