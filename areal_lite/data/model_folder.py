@@ -232,6 +232,12 @@ def weight_files(folder: Path) -> dict[str, Path]:
     return tensors
 
 
+def open_tensors(files: Mapping[str, Path], framework: str) -> dict[str, Any]:
+    """Map each tensor name of `weight_files` to its open file; framework: as for `safe_open`."""
+    opened = {path: safe_open(path, framework) for path in set(files.values())}
+    return {name: opened[path] for name, path in files.items()}
+
+
 def check_weights(folder: Path) -> None:
     """Raise ValueError unless the files are complete and their tensors match config.json.
 
@@ -280,11 +286,9 @@ def _check_tensors(folder: Path, tensors: Mapping[str, Path], config: Mapping[st
                 f"{tensors[_HEAD]}: {_HEAD} is not {EMBEDDING}, but config.json ties them: set"
                 " tie_word_embeddings to false there, or remove the tensor"
             )
-    for path in sorted(set(tensors.values())):
-        with safe_open(path, "numpy") as reader:
-            for name in reader.keys():
-                part = reader.get_slice(name)
-                _check_tensor(f"{path}: {name}", part.get_shape(), part.get_dtype(), name, config)
+    for name, reader in open_tensors(tensors, "numpy").items():
+        part, where = reader.get_slice(name), f"{tensors[name]}: {name}"
+        _check_tensor(where, part.get_shape(), part.get_dtype(), name, config)
 
 
 def _is_tied(config: Mapping[str, Any]) -> bool:

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from transformers import PretrainedConfig
 
 from areal_lite.data import model_folder
@@ -66,9 +65,8 @@ def _weights_of_token(hf: PretrainedConfig, folder: Path) -> float:
     """Count the elements of the matrices that a token passes, without the output layer."""
     experts = model_folder.num_experts(vars(hf))
     files, count = model_folder.weight_files(folder), 0.0
-    readers = {path: safe_open(path, "numpy") for path in set(files.values())}
-    for name, path in files.items():
-        shape = readers[path].get_slice(name).get_shape()
+    for name, reader in model_folder.open_tensors(files, "numpy").items():
+        shape = reader.get_slice(name).get_shape()
         skipped = name == model_folder.EMBEDDING or model_folder.is_optional(name, vars(hf))
         if len(shape) > 1 and not skipped and not name.endswith("bias"):
             share = hf.num_experts_per_tok / experts if ".experts." in name else 1.0

@@ -17,12 +17,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from areal_lite.data.model_folder import UNTRAINED, weight_files
+from areal_lite.data.model_folder import UNTRAINED, open_tensors, weight_files
 from areal_lite.megatron.architectures import EXPERT, layout
 from areal_lite.megatron.lora import adapters, is_adapter
 from areal_lite.megatron.model import LAYER, Backbone
@@ -196,16 +195,15 @@ def load_hf(chunks: Sequence[Backbone], folder: Path, hf: PretrainedConfig) -> N
 
     Raises ValueError for a missing or damaged file, a missing tensor, or a wrong shape.
     """
-    index = weight_files(folder)
-    readers = {path: safe_open(path, "pt") for path in set(index.values())}
+    readers = open_tensors(weight_files(folder), "pt")
     for name, parameter in global_parameters(chunks):
         plan = layout(name, hf)
         for tensor in plan.names:
-            if tensor not in index:
+            if tensor not in readers:
                 raise ValueError(
                     f"{folder}: no tensor {tensor} in its safetensors files: is it complete?"
                 )
-        sources = [readers[index[tensor]].get_slice(tensor) for tensor in plan.names]
+        sources = [readers[tensor].get_slice(tensor) for tensor in plan.names]
         split = split_group(name)
         shard = plan.shard(hf, sources, split.rank(), split.size())
         if shard.shape != parameter.shape:
@@ -235,10 +233,9 @@ def export_hf(buckets: Iterator[Bucket], source: Path, folder: Path, dtype: torc
 
 def _untrained(source: Path) -> Iterator[Bucket]:
     """Read the tensors that no training changes, in their own dtype."""
-    for name, path in weight_files(source).items():
+    for name, reader in open_tensors(weight_files(source), "pt").items():
         if name.endswith(UNTRAINED):
-            with safe_open(path, "pt") as reader:
-                yield [(name, reader.get_tensor(name))]
+            yield [(name, reader.get_tensor(name))]
 
 
 def _write_weights(buckets: Iterator[Bucket], folder: Path, dtype: torch.dtype) -> None:

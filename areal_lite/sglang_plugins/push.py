@@ -37,10 +37,9 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from areal_lite import sglang_plugins
-from areal_lite.data.model_folder import weight_files
+from areal_lite.data.model_folder import open_tensors, weight_files
 from areal_lite.sglang_plugins import ENV_READBACK, weight_group
 from areal_lite.sglang_plugins.load_plan import Named
 from areal_lite.sglang_plugins.prefill import compute_shared_once
@@ -349,9 +348,7 @@ def _add(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -
 @cache
 def _readers(folder: str) -> dict[str, Any]:
     """Map each tensor of a checkpoint to the open file that has it, which is read when asked."""
-    files = weight_files(Path(folder))
-    opened = {path: safe_open(path, "pt") for path in set(files.values())}
-    return {name: opened[path] for name, path in files.items()}
+    return open_tensors(weight_files(Path(folder)), "pt")
 
 
 def _read_weight(original: Callable, self: Any, name: str, truncate_size: int = 100) -> list | None:
