@@ -317,9 +317,7 @@ def policy_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     """
     last = updates[-1]
     total = {
-        name: max(u[name] for u in updates)
-        if name.endswith("_max")
-        else sum(u[name] for u in updates)
+        name: (max if name.endswith("_max") else sum)(update[name] for update in updates)
         for name in last
     }
     tokens, sequences = total.pop("trained_tokens"), total.pop("sequences", 0.0)
