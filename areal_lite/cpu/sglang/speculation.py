@@ -1,11 +1,8 @@
 """Speculation without a draft model: several tokens of an answer in one pass, none changed.
 
-With `server.args.speculative_algorithm=history`, each decode step computes the next token of each
-request and the tokens of a draft (cpu/drafts.py). SGLang's own sampler samples a token at every
-row, as it would at that position without a draft: same parameters, same seed, same log-prob. The
-tokens up to the first that differs from the draft are the answer's. A row after it has seen a wrong
-token, and is dropped. So the tokens follow the policy's distribution whatever the drafts are, and
-with `server.deterministic` they are the same tokens.
+docs/servers.md (Drafts from earlier answers) says how. SGLang's own sampler samples a token at
+every row, as it would at that position without a draft: same parameters, same seed, same log-prob.
+A row after the first token that differs from the draft has seen a wrong token, and is dropped.
 
 Requests have drafts of different lengths, so a step runs as an extension of each request. Slots
 of the KV cache behind the last right token are written again in the next step.
@@ -51,14 +48,10 @@ def register() -> None:
 class HistoryAlgorithm(CustomSpecAlgo):
     """The algorithm, with the methods that SGLang calls and its base class lacks."""
 
-    def has_draft_kv(self) -> bool:
+    def _no(self) -> bool:
         return False
 
-    def carries_draft_hidden_states(self) -> bool:
-        return False
-
-    def need_topk(self) -> bool:
-        return False
+    has_draft_kv = carries_draft_hidden_states = need_topk = _no
 
     def handle_server_args(self, server_args: Any) -> None:
         server_args.speculative_num_draft_tokens = _ROWS

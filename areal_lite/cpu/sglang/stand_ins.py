@@ -18,12 +18,8 @@ import sys
 import types
 from collections.abc import Sequence
 
-_DECORATES = {
-    "triton": True,
-    "torchvision": False,
-    "IPython": False,
-    "soundfile": False,
-}  # may its placeholders be called?
+# Package -> whether its placeholders may be called.
+_DECORATES = {"triton": True, "torchvision": False, "IPython": False, "soundfile": False}
 
 
 def _attribute(owner: type | types.ModuleType, name: str) -> type:
