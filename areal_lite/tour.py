@@ -157,7 +157,7 @@ def token_logprobs(model: PreTrainedModel, batch: TrainBatch) -> Tensor:
 
     The trainer packs sequences without padding and never holds all logits (megatron/logprobs.py).
     """
-    rows = torch.from_numpy(batch.tokens).long().split(batch.lengths.tolist())
+    rows = list(torch.from_numpy(batch.tokens).long().split(batch.lengths.tolist()))
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     logprobs = model(padded[:, :-1]).logits.log_softmax(-1)
     chosen = logprobs.gather(-1, padded[:, 1:, None])[..., 0]

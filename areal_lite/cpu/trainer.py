@@ -81,8 +81,8 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        angles = (x[:, 0].numpy() for x in ctx.saved_tensors)
-        return norms.rotated(grads[0], *angles, grads[0].shape[-1], sign=-1), None, None
+        cos, sin = (x[:, 0].numpy() for x in ctx.saved_tensors)
+        return norms.rotated(grads[0], cos, sin, grads[0].shape[-1], sign=-1), None, None
 
 
 def packed_fits(like: Tensor, dtype: torch.dtype, head_dim: int, longest: int) -> bool:
