@@ -48,6 +48,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 
 from areal_lite.config import LoraConfig
 from areal_lite.megatron.model import Chunks
+from areal_lite.megatron.optimizer import moments
 from areal_lite.megatron.parallel import on_every_rank
 from areal_lite.megatron.policy import TrainableModel
 from areal_lite.run_dir.paths import CHECKPOINT_MARKER
@@ -209,9 +210,9 @@ def load_checkpoint(folder: Path, parts: Mapping[str, TrainableModel]) -> dict[s
     for name, part in parts.items():
         part.model.load_state_dict(state[name]["model"])
         part.optimizer.load_state_dict(state[name]["optimizer"])
-        for moments in _moments(part.optimizer):
-            if "step" in moments:
-                moments["step"] = torch.full_like(moments["step"], state[name]["updates"])
+        for each in moments(part.optimizer):
+            if "step" in each:
+                each["step"] = torch.full_like(each["step"], state[name]["updates"])
         part.scheduler.num_steps = 0  # loading adds the position to it
         part.scheduler.load_state_dict(state[name]["scheduler"])
     torch.set_rng_state(state["random"])
@@ -275,7 +276,7 @@ def _host_copy(request: AsyncRequest, parts: Mapping[str, TrainableModel]) -> li
             part.model.parameters(),
             part.model.buffers(),
             *(one.get_parameters() for one in part.optimizer.chained_optimizers),
-            *(state.values() for state in _moments(part.optimizer)),
+            *(state.values() for state in moments(part.optimizer)),
         )
     }
 
@@ -330,7 +331,7 @@ def sharded_state(parts: Mapping[str, TrainableModel], is_loading: bool) -> dict
         optimizer = part.optimizer.sharded_state_dict(
             model, is_loading=is_loading, metadata=sharding
         )
-        steps = (int(each["step"]) for each in _moments(part.optimizer) if "step" in each)
+        steps = (int(each["step"]) for each in moments(part.optimizer) if "step" in each)
         state[name] = {
             "model": model,
             "optimizer": _tensors_alone(optimizer),
@@ -348,14 +349,8 @@ def _make_moments(optimizer: Any) -> None:
     for one in optimizer.chained_optimizers:
         one.init_state_fn(one.optimizer)
         if isinstance(one.optimizer, torch.optim.AdamW):
-            for parameter, moments in one.optimizer.state.items():
-                moments.setdefault("step", parameter.new_zeros(()))
-
-
-def _moments(optimizer: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the moments of each parameter of this rank; `step` is its number of updates."""
-    for one in optimizer.chained_optimizers:
-        yield from one.optimizer.state.values()
+            for parameter, made in one.optimizer.state.items():
+                made.setdefault("step", parameter.new_zeros(()))
 
 
 def _tensors_alone(state: Any) -> Any:

@@ -8,7 +8,7 @@ calls a package whose only release does not fit it.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -154,7 +154,6 @@ def build_scheduler(config: TrainerConfig, optimizer: Any) -> OptimizerParamSche
     to min_lr at k = n (linear; cosine, arXiv:1608.03983), or stays until the last fifth of the
     updates, which goes down in a straight line to min_lr at k = n (wsd, arXiv:2404.06395).
     """
-    styles = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
     updates = config.steps * config.minibatches
     return OptimizerParamScheduler(
         optimizer,
@@ -163,7 +162,7 @@ def build_scheduler(config: TrainerConfig, optimizer: Any) -> OptimizerParamSche
         min_lr=config.min_lr,
         lr_warmup_steps=config.lr_warmup_steps,
         lr_decay_steps=max(updates, config.lr_warmup_steps + 1),
-        lr_decay_style=styles[config.lr_schedule],
+        lr_decay_style="WSD" if config.lr_schedule == "wsd" else config.lr_schedule,
         wsd_decay_steps=max(updates // 5, 1),
         lr_wsd_decay_style="linear",
         start_wd=config.weight_decay,
@@ -199,14 +198,19 @@ def apply_gradients(
     return {"grad_norm": grad_norm, "lr": lr, "skipped": 0.0 if healthy else 1.0}
 
 
+def moments(optimizer: Any) -> Iterator[dict[str, Tensor]]:
+    """Yield the moments of each parameter of this rank; `step` is its number of updates."""
+    for one in optimizer.chained_optimizers:
+        yield from one.optimizer.state.values()
+
+
 def move_moments(optimizer: Any, device: torch.device) -> None:
     """Move the moments, if there are any, to a device."""
-    for one in optimizer.chained_optimizers:
-        for state in one.optimizer.state.values():
-            for name in state.keys() & {"exp_avg", "exp_avg_sq", "momentum_buffer"}:
-                moment = state[name]
-                if device.type == "cpu" and moment.is_cuda:  # page-locked: full speed of the bus
-                    host = torch.empty_like(moment, device="cpu", pin_memory=True)
-                    state[name] = host.copy_(moment, non_blocking=True)
-                else:
-                    state[name] = moment.to(device, non_blocking=True)
+    for state in moments(optimizer):
+        for name in state.keys() & {"exp_avg", "exp_avg_sq", "momentum_buffer"}:
+            moment = state[name]
+            if device.type == "cpu" and moment.is_cuda:  # page-locked: full speed of the bus
+                host = torch.empty_like(moment, device="cpu", pin_memory=True)
+                state[name] = host.copy_(moment, non_blocking=True)
+            else:
+                state[name] = moment.to(device, non_blocking=True)
