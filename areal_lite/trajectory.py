@@ -50,16 +50,7 @@ _FINISH_REASONS = frozenset(FinishReason)
 
 
 class GroupState(StrEnum):
-    """The life cycle of a rollout group, as the store has it.
-
-        IN_FLIGHT ──> FINISHED ──> USED
-            ├──> FILTERED  └──> DROPPED
-            └──> DROPPED
-
-    USED, FILTERED and DROPPED are final, except that a resumed run takes back USED groups whose
-    step is lost. With `server.deterministic` it plays again what lost weights sampled, FILTERED
-    groups too.
-    """
+    """The life cycle of a rollout group, as the store has it; docs/groups.md draws it."""
 
     IN_FLIGHT = "in_flight"  # its trajectories are being generated
     FINISHED = "finished"  # it has trajectories with rewards, and waits for the trainer

@@ -115,19 +115,17 @@ class Experts(MegatronModule):
         self.indices = [self.group.rank() * number + i for i in range(number)]
         width = config.moe_ffn_hidden_size // self.split.size()
         sizes: Any = dict(dtype=config.params_dtype, device=current_device())
+
+        def made(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.empty(number, *shape, **sizes))
+
         # Gate and up projection. Ranks have a part of each.
-        self.linear_fc1 = torch.nn.Parameter(
-            torch.empty(number, 2, width, config.hidden_size, **sizes)
-        )
-        self.linear_fc2 = torch.nn.Parameter(
-            torch.empty(number, config.hidden_size, width, **sizes)
-        )
+        self.linear_fc1 = made(2, width, config.hidden_size)
+        self.linear_fc2 = made(config.hidden_size, width)
         self.activation, self.limit = config.activation_func, config.activation_func_clamp_value
         if config.add_bias_linear:
-            self.linear_fc1_bias = torch.nn.Parameter(torch.empty(number, 2, width, **sizes))
-            self.linear_fc2_bias = torch.nn.Parameter(
-                torch.empty(number, config.hidden_size, **sizes)
-            )
+            self.linear_fc1_bias = made(2, width)
+            self.linear_fc2_bias = made(config.hidden_size)
         for name, parameter in self.named_parameters():
             whole = name == "linear_fc2_bias" and self.split.size() > 1
             set_tensor_model_parallel_attributes(parameter, not whole, 2, 1)
