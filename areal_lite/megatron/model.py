@@ -301,10 +301,9 @@ def _set_norms(layer: Any, config: TransformerConfig, architecture: Architecture
     before = norm if architecture.has(INPUT_NORM) else IdentityOp
     layer.input_layernorm = layer.pre_mlp_layernorm = before
     if architecture.has(NORMS_AFTER):
-        sizes = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
-        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(
-            module=total, params={"config": config, **sizes}
-        )
+        params = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        summed = ModuleSpec(module=total, params=params | {"config": config})
+        layer.self_attn_bda = layer.mlp_bda = summed
 
 
 def _mark_split_weights(model: GPTModel) -> None:

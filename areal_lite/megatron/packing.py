@@ -66,13 +66,9 @@ class Microbatch:
 
 def to_device(instance: _Dataclass, device: torch.device) -> _Dataclass:
     """Copy a dataclass with its tensors on `device`."""
-    values = {field.name: getattr(instance, field.name) for field in fields(instance)}
-    moved = {
-        name: value.to(device, non_blocking=True)
-        for name, value in values.items()
-        if isinstance(value, Tensor)
-    }
-    return replace(instance, **moved)
+    values = ((field.name, getattr(instance, field.name)) for field in fields(instance))
+    tensors = {name: value for name, value in values if isinstance(value, Tensor)}
+    return replace(instance, **{n: x.to(device, non_blocking=True) for n, x in tensors.items()})
 
 
 def attention_crossover(config: TransformerConfig) -> float:

@@ -285,9 +285,8 @@ def _run_update(
             return output
         # The first microbatch reports the metrics of the idle tokens.
         index = idle.pop()
-        metrics = objective.loss(
-            flat, minibatch, index, flat.prox[index], flat.entropy[index]
-        ).metrics
+        before = flat.prox[index], flat.entropy[index]
+        metrics = objective.loss(flat, minibatch, index, *before).metrics
         if len(index) == len(update.token_index):  # the sequence that ran is one of them
             return LossOutput(0.0 * output.loss, metrics)
         return LossOutput(output.loss, combined(output.metrics, metrics))
