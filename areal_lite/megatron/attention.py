@@ -175,16 +175,10 @@ class PackedAttention(MegatronModule):
         with _seen(key, value, packed.key_index) as (key, value):
             if packed.segments is not None:
                 return by_segment(query, key, value, packed.segments, *rest).flatten(1)
-            return causal_varlen(
-                query,
-                key.contiguous(),
-                value.contiguous(),
-                packed.cu_seqlens_q,
-                packed.cu_seqlens_kv,
-                packed.max_seqlen_q,
-                packed.max_seqlen_kv,
-                *rest,
-            ).flatten(1)
+            bounds = packed.cu_seqlens_q, packed.cu_seqlens_kv
+            longest = packed.max_seqlen_q, packed.max_seqlen_kv
+            key, value = key.contiguous(), value.contiguous()
+            return causal_varlen(query, key, value, *bounds, *longest, *rest).flatten(1)
 
 
 class LatentAttention(MegatronModule):

@@ -28,7 +28,7 @@ GPU keeps as many as its free memory allows: computing them again costs more tha
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -298,15 +298,10 @@ def lm_head(
     fp32: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return (log-prob of the token, entropy of its distribution), in nats; see `lm_logprobs`."""
-    return lm_logprobs(
-        _whole_sequence(hidden)[:, 0].index_select(0, rows),
-        chunk.output_weight(),
-        targets,
-        temperature,
-        process_group(parallel_state.get_tensor_model_parallel_group()),
-        vocab_size=vocab_size,
-        fp32=fp32,
-    )
+    hidden, weight = _whole_sequence(hidden)[:, 0].index_select(0, rows), chunk.output_weight()
+    group = process_group(parallel_state.get_tensor_model_parallel_group())
+    options: Any = {"vocab_size": vocab_size, "fp32": fp32}
+    return lm_logprobs(hidden, weight, targets, temperature, group, **options)
 
 
 class ValueLayer(torch.nn.Module):

@@ -128,12 +128,9 @@ class GatedMLP(MLP):
     layers: MLPSubmodules
 
     def __init__(self, config: TransformerConfig):
-        super().__init__(
-            config,
-            self.layers,
-            ffn_hidden_size=config.ffn_hidden_size,
-            tp_group=process_group(parallel_state.get_tensor_model_parallel_group()),
-        )
+        group = process_group(parallel_state.get_tensor_model_parallel_group())
+        width = config.ffn_hidden_size
+        super().__init__(config, self.layers, ffn_hidden_size=width, tp_group=group)
 
     def forward(self, hidden_states: Tensor, **_) -> tuple[Tensor, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         projections, _ = self.linear_fc1(hidden_states)

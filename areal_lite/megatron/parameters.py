@@ -189,16 +189,11 @@ class StackedRowParallel(Stacked):
         return [_cat(shards, 1).t()]
 
 
-class StackedVector(Stacked):
+class StackedVector(Stacked, Replicated):
     """Vectors, the same on all ranks."""
-
-    replicated = True
 
     def shard(self, hf, sources, rank, ranks):
         return self._own(sources[0], 0, 1, 0)
-
-    def join(self, hf, shards):
-        return list(shards[:1])
 
 
 class Grouped(Parameter):

@@ -167,16 +167,9 @@ class PagedCpuAttention(TorchNativeAttnBackend):
         settings = np.float32(scale), window, sinks
 
         def attend(tokens: slice) -> None:
-            paged_attention(
-                query[tokens],
-                keys,
-                values,
-                slots,
-                self._spans.rows[tokens],
-                self._spans.lengths[tokens],
-                settings,
-                out[tokens],
-            )
+            rows, lengths = (each[tokens] for each in self._spans)
+            own, result = query[tokens], out[tokens]
+            paged_attention(own, keys, values, slots, rows, lengths, settings, result)
 
         # The kernel runs without Python's lock.
         others = [self._threads.submit(attend, share) for share in self._shares[1:]]
