@@ -12,15 +12,7 @@ window, keys before that of the first of these queries are left out.
 import numba
 import numpy as np
 
-from areal_lite.cpu.kernels.vectors import (
-    SIZE,
-    exp,
-    load,
-    multiply_add,
-    softmax,
-    store,
-    zeros,
-)
+from areal_lite.cpu.kernels.vectors import SIZE, exp, load, multiply_add, softmax, store, zeros
 
 ROWS = 4
 """Queries that are computed together."""

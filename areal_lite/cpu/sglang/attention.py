@@ -105,15 +105,8 @@ class PagedCpuAttention(TorchNativeAttnBackend):
         )
 
     def _attend(
-        self,
-        q,
-        k,
-        v,
-        layer: RadixAttention,
-        batch: ForwardBatch,
-        save_kv_cache: bool,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, q, k, v, layer: RadixAttention, batch: ForwardBatch, save_kv_cache: bool, sinks
+    ) -> Tensor:
         if save_kv_cache and k is not None:
             keys, values = self._cache(layer)
             pages, offsets = batch.out_cache_loc // PAGE, batch.out_cache_loc % PAGE
