@@ -12,7 +12,6 @@ again, a limited number of times (docs/operations.md, When a process dies or han
   (system/heartbeat.py) is too old. The oldest one most likely names the cause.
 """
 
-import os
 import re
 import signal
 import sys
@@ -241,7 +240,6 @@ def _run_roles(
             except ProcessFailed as failed:
                 report_steps()  # a new start reports none of this one
                 controller = restarts.replace_controller(failed, roles)
-                watchdog.forget(controller)
 
 
 def _step_reporter(run_dir: Path, on_step: OnStep | None) -> Callable[[], None]:
@@ -286,12 +284,8 @@ class Failure:
     progressed: bool = False  # it completed a training step, and steps are left
 
 
-@dataclass(frozen=True)
-class Restart:
-    """Start controller and trainer again after `delay_s` seconds, for the `number`-th time."""
-
-    delay_s: float
-    number: int
+Restart = tuple[float, int]
+"""The wait in seconds before a restart, and its number within an hour, from 1."""
 
 
 def decide(failures: list[Failure], most: int) -> Restart | str:
@@ -315,7 +309,7 @@ def decide(failures: list[Failure], most: int) -> Restart | str:
         return f"there were {most} restarts within an hour (restart.max)"
     in_vain = takewhile(lambda one: not one.progressed, reversed(recent))
     alike = sum((one.group, one.error) == (last.group, last.error) for one in in_vain)
-    return Restart(back_off_s(alike), len(recent))
+    return back_off_s(alike), len(recent)
 
 
 def error_identity(log: str) -> str:
@@ -329,37 +323,19 @@ def error_identity(log: str) -> str:
     return place + re.sub(r"\d+", "#", lines[-1] if lines else "")
 
 
-@dataclass(kw_only=True)
-class ProcessState:
-    """The state of a process, as the watchdog has noticed it. Times are in seconds."""
-
-    name: str
-    phase: str = "starting"  # of its newest heartbeat
-    beat_at: float  # when that heartbeat was noticed
-    beat_ns: int = 0  # the time of that heartbeat in its file, in nanoseconds
-    stopped_at: float | None = None  # when it was noticed that a signal has stopped it
-
-    @property
-    def group(self) -> str:
-        """Return controller or trainer. The processes of a group wait for each other."""
-        return self.name.partition("-")[0]
-
-
-def find_hang(
-    processes: list[ProcessState], now: float, timeout_s: float
-) -> tuple[ProcessState, str] | None:
+def find_hang(roles: list[Role], now: float, timeout_s: float) -> tuple[Role, str] | None:
     """Return the process that hangs at the time `now` in seconds, and how; None without one."""
-    for process in processes:
-        stopped_s = 0.0 if process.stopped_at is None else now - process.stopped_at
+    for role in roles:
+        stopped_s = 0.0 if role.stopped_at is None else now - role.stopped_at
         if stopped_s >= timeout_s * _STOPPED_SHARE:
-            return process, (
+            return role, (
                 f"has been stopped by a signal (SIGSTOP) for {stopped_s:.0f} s, so that it cannot "
                 "print its stack"
             )
-    for group in {process.group for process in processes}:
-        members = [process for process in processes if process.group == group]
-        if now - max(process.beat_at for process in members) >= timeout_s:
-            oldest = min(members, key=lambda process: process.beat_at)
+    for group in {role.group for role in roles}:
+        members = [role for role in roles if role.group == group]
+        if now - max(role.beat_at for role in members) >= timeout_s:
+            oldest = min(members, key=lambda role: role.beat_at)
             return oldest, f"gave no heartbeat for {now - oldest.beat_at:.0f} s"
     return None
 
@@ -371,41 +347,33 @@ class Watchdog:
         self._roles = roles
         self._timeout_s = timeout_s
         self._checked_at = time.monotonic()
-        self._states: dict[str, ProcessState] = {}
 
     def check(self) -> None:
         """Kill the process that hangs, and raise ProcessFailed. Its group logs stacks before."""
         now = time.monotonic()
-        if now - self._checked_at > _LONGEST_PAUSE_S:
-            self._states.clear()  # no heartbeat could be given or noticed
+        running = [role for role in self._roles.roles if role.process.poll() is None]
+        for role in running:
+            if now - self._checked_at > _LONGEST_PAUSE_S:
+                role.beat_at, role.stopped_at = now, None  # no heartbeat could be given or noticed
+            _update(role, now)
         self._checked_at = now
-        running = {role.name: role for role in self._roles.roles if role.process.poll() is None}
-        states = [self._update_state(role, now) for role in running.values()]
-        if hang := find_hang(states, now, self._timeout_s):
-            process, how = hang
-            group = [state for state in states if state.group == process.group]
-            log_stacks([running[state.name] for state in group if state.stopped_at is None])
-            role = running[process.name]
-            signal_group(role, signal.SIGKILL)
-            text = f"{process.name} hangs: it {how}; its phase: {process.phase}"
-            raise ProcessFailed(role, text)
+        if hang := find_hang(running, now, self._timeout_s):
+            role, how = hang
+            group = [one for one in running if one.group == role.group]
+            log_stacks([one for one in group if one.stopped_at is None])
+            signal_group(role.process, signal.SIGKILL)
+            raise ProcessFailed(role, f"{role.name} hangs: it {how}; its phase: {role.phase}")
 
-    def forget(self, role: Role) -> None:
-        """Forget the heartbeats of the process that `role` has replaced."""
-        self._states.pop(role.name, None)
 
-    def _update_state(self, role: Role, now: float) -> ProcessState:
-        new = ProcessState(name=role.name, beat_at=now)
-        state = self._states.setdefault(role.name, new)
-        if newest := heartbeat.read(role.heartbeat):
-            state.phase, beat_ns = newest
-            if beat_ns != state.beat_ns:
-                state.beat_ns, state.beat_at = beat_ns, now
-        stopped = False
-        with suppress(psutil.NoSuchProcess):
-            stopped = psutil.Process(role.process.pid).status() == psutil.STATUS_STOPPED
-        state.stopped_at = (state.stopped_at or now) if stopped else None
-        return state
+def _update(role: Role, now: float) -> None:
+    if newest := heartbeat.read(role.heartbeat):
+        role.phase, beat_ns = newest
+        if beat_ns != role.beat_ns:
+            role.beat_ns, role.beat_at = beat_ns, now
+    stopped = False
+    with suppress(psutil.NoSuchProcess):
+        stopped = psutil.Process(role.process.pid).status() == psutil.STATUS_STOPPED
+    role.stopped_at = (role.stopped_at or now) if stopped else None
 
 
 def log_stacks(roles: list[Role]) -> None:
@@ -413,8 +381,7 @@ def log_stacks(roles: list[Role]) -> None:
     logs = [role.log for role in roles]
     first = sizes = [log.stat().st_size for log in logs]
     for role in roles:
-        with suppress(ProcessLookupError):
-            os.kill(role.process.pid, heartbeat.STACK_SIGNAL)
+        role.process.send_signal(heartbeat.STACK_SIGNAL)
     deadline = time.monotonic() + _STACK_TIMEOUT_S
     while time.monotonic() < deadline:
         time.sleep(_POLL_INTERVAL_S)
@@ -477,21 +444,23 @@ class Restarts:
         return decision
 
     def _wait(self, failed: ProcessFailed, restart: Restart, what: str) -> None:
-        count = f"restart {restart.number} of {self._config.restart.max} within an hour"
-        text = f"{failed}\n{what} in {restart.delay_s:g} s ({count}): {failed.what}"
+        delay_s, number = restart
+        count = f"restart {number} of {self._config.restart.max} within an hour"
+        text = f"{failed}\n{what} in {delay_s:g} s ({count}): {failed.what}"
         print(text, file=sys.stderr, flush=True)
         append_log(self._log, text)
-        time.sleep(restart.delay_s)
+        time.sleep(delay_s)
 
     def _record(self, failed: ProcessFailed) -> None:
         newest = read_metrics(self._run_dir, newest=1)
         steps = newest[0]["step"] if newest else 0
         is_left = resume.start_version(self._run_dir) < self._config.trainer.steps
-        reported = (failed.role.process.poll() or 0) > 0
+        role = failed.role
+        reported = (role.process.poll() or 0) > 0
         failure = Failure(
             at_s=time.monotonic(),
-            group=failed.role.name.partition("-")[0],
-            error=error_identity(failed.role.output()) if reported else None,
+            group=role.group,
+            error=error_identity(role.output()) if reported else None,
             progressed=steps > self.start and is_left,
         )
         self._failures.append(failure)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,22 @@ class ProcessFailed(RoleFailed):
 
 @dataclass
 class Role:
-    """A running process. `log_start` is the size of the log in bytes when it started."""
+    """A running process, and its state as the watchdog has noticed it. Times are in seconds."""
 
     name: str
     process: subprocess.Popen
     log: Path
-    log_start: int
+    log_start: int  # the size of the log in bytes when it started
     heartbeat: Path
+    phase: str = "starting"  # of its newest heartbeat
+    beat_at: float = field(default_factory=time.monotonic)  # when that heartbeat was noticed
+    beat_ns: int = 0  # the time of that heartbeat in its file, in nanoseconds
+    stopped_at: float | None = None  # when it was noticed that a signal has stopped it
+
+    @property
+    def group(self) -> str:
+        """Return controller or trainer. The processes of a group wait for each other."""
+        return self.name.partition("-")[0]
 
     def output(self) -> str:
         """Return the last lines that this process has written to its log."""
@@ -159,7 +168,7 @@ class Roles:
 
     def forget(self, role: Role) -> None:
         """Kill the rest of a role that failed, and forget its failure."""
-        signal_group(role, signal.SIGKILL)
+        signal_group(role.process, signal.SIGKILL)
         role.process.wait()
         self.roles.remove(role)
 
@@ -167,14 +176,14 @@ class Roles:
         """End all processes, newest first: SIGTERM to each group, and SIGKILL ten seconds later."""
         running = [role for role in reversed(self.roles) if role.process.poll() is None]
         for role in running:
-            signal_group(role, signal.SIGTERM)
+            signal_group(role.process, signal.SIGTERM)
         deadline = time.monotonic() + _GRACE_S
         for role in running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 role.process.wait(max(0.0, deadline - time.monotonic()))
         # The children of a process that has ended may still run.
         for role in self.roles:
-            signal_group(role, signal.SIGKILL)
+            signal_group(role.process, signal.SIGKILL)
             role.process.wait()
         self.roles.clear()
 
@@ -281,10 +290,10 @@ def rank_environment(*, on_gpu: bool) -> dict[str, str]:
     return {"OMP_NUM_THREADS": threads, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
-def signal_group(role: Role, number: int) -> None:
+def signal_group(process: subprocess.Popen, number: int) -> None:
     """Send a signal to a process and its children."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(role.process.pid, number)
+        os.killpg(process.pid, number)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ import fcntl
 import json
 import logging
 import math
-import os
 import signal
 import socket
 import subprocess
@@ -34,7 +33,7 @@ from typing import Any
 from areal_lite.config import RestartConfig, ServerConfig, TrainConfig, load_config
 from areal_lite.config.fields import WEEK_S
 from areal_lite.extensions import cpu_device
-from areal_lite.launch.roles import RoleFailed, interruptible, start_logged
+from areal_lite.launch.roles import RoleFailed, interruptible, signal_group, start_logged
 from areal_lite.run_dir.controller_status import TrainerPhase, read_status
 from areal_lite.run_dir.paths import LOGS_DIR, STORE_FILE, TOTALS_FILE
 from areal_lite.run_dir.resume import open_gpus_lock
@@ -203,13 +202,10 @@ class ServerProcess:
         """
         if self._process is None:
             return
-        group = self._process.pid
-        with suppress(ProcessLookupError):
-            os.kill(group, signal.SIGINT)
+        self._process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(grace_s)
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+        signal_group(self._process, signal.SIGKILL)
         self._process.wait()
 
 

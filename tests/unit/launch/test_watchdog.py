@@ -6,11 +6,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from areal_lite.launch import local as watchdog
-from areal_lite.launch.local import ProcessState, Watchdog, find_hang
+from areal_lite.launch.local import Watchdog, find_hang
 from areal_lite.launch.roles import ProcessFailed, Role, Roles
 from areal_lite.system.heartbeat import ENV_HEARTBEAT
 
@@ -33,11 +34,12 @@ while True:
 """
 
 
-def state(name: str, beat_at: float, stopped_at: float | None = None) -> ProcessState:
-    return ProcessState(name=name, beat_at=beat_at, stopped_at=stopped_at)
+def state(name: str, beat_at: float, stopped_at: float | None = None) -> Role:
+    nowhere = Path("nowhere")
+    return Role(name, Mock(), nowhere, 0, nowhere, beat_at=beat_at, stopped_at=stopped_at)
 
 
-def hanging(*processes: ProcessState) -> tuple[str, bool] | None:
+def hanging(*processes: Role) -> tuple[str, bool] | None:
     """Return which one hangs at 1,000 s with a limit of 600 s, and whether it is stopped."""
     hang = find_hang(list(processes), 1000.0, 600.0)
     return (hang[0].name, "SIGSTOP" in hang[1]) if hang else None
