@@ -207,13 +207,14 @@ class Dispatcher:
             for scored in store.rewards():
                 self._curriculum.record(*scored)
         self.sampler.resume(recovered.drawn, recovered.put_back)
-        self.counts.update(dict.fromkeys(("groups", "stored"), recovered.groups))
+        by_state = store.counts()
+        self.counts.update(dict.fromkeys(("groups", "stored"), sum(by_state.values())))
         self.counts.update(store.failures())
         totals = store.totals()
         self.counts.update({name: totals.get(name, 0) for name in FAILURE_COUNTS})
         store.set_totals(self.sampler.sizes)
-        self.filtered.update(recovered.filtered)
-        self.admission.recover(step, version, recovered.waiting)
+        self.filtered.update(store.filtered())
+        self.admission.recover(step, version, by_state[GroupState.FINISHED])
 
     async def run(self) -> None:
         """Start groups while there is capacity. Runs until cancelled."""

@@ -37,7 +37,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -86,17 +86,13 @@ def _ids(group_ids: Sequence[int]) -> str:
     return msgspec.json.encode(list(group_ids)).decode()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovered:
+class Recovered(NamedTuple):
     """State recovered from the store when a run resumes."""
 
-    groups: int  # in any state
-    waiting: int  # finished groups that no step has used
     drawn: int  # prompts that the sampler had drawn
     put_back: list[int]  # prompt indices that the sampler must serve again, in order
-    again: list[tuple[int, int, int]]  # (group_id, prompt_index, drawn) to play again, in order
     draws: list[tuple[int, int]]  # (`drawn` after the draw, prompt index) of the last draws
-    filtered: Counter[str]  # groups by reason
+    again: list[tuple[int, int, int]]  # (group_id, prompt_index, drawn) to play again, in order
 
 
 class Store(RunReader):
@@ -283,17 +279,7 @@ class Store(RunReader):
             self._execute(f"DELETE FROM {table} WHERE group_id IN (SELECT group_id {in_flight})")
         self.commit()
         again = self._query(f"SELECT group_id, prompt_index, drawn {in_flight} ORDER BY group_id")
-        counts = self.counts()
-        drawn, put_back, draws = self._sampler_state()
-        return Recovered(
-            groups=sum(counts.values()),
-            waiting=counts[GroupState.FINISHED],
-            drawn=drawn,
-            put_back=put_back,
-            again=list(again),
-            draws=draws,
-            filtered=self.filtered(),
-        )
+        return Recovered(*self._sampler_state(), list(again))
 
     def _forget_steps(self, version: int, now: float, play_again: bool) -> None:
         """Change the states of groups as `recover` says."""

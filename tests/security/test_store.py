@@ -69,9 +69,9 @@ def resume(path: Path) -> tuple[int, set[str]]:
     """
     store = Store(path)
     try:
-        recovered = store.recover(1, 9.0)
-        waiting = store.waiting_groups()
-        assert len(waiting) == recovered.waiting and recovered.groups == NUM_GROUPS
+        store.recover(1, 9.0)
+        waiting, counts = store.waiting_groups(), store.counts()
+        assert len(waiting) == counts["finished"] and sum(counts.values()) == NUM_GROUPS
         for group in waiting:
             assert group.prompt_index == group.group_id and len(group.trajectories) == 2
             for index, got in enumerate(group.trajectories):
