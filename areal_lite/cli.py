@@ -130,7 +130,6 @@ def _first_overrides(command: str, flags: set[str], overrides: list[str]) -> lis
 
 
 def _run(command: str, flags: set[str], config: Any) -> int:
-    """Run the command with its configuration, and return its exit status."""
     from areal_lite.launch.roles import interruptible
 
     try:

@@ -172,7 +172,6 @@ def _check_objective(config: TrainConfig) -> None:
 
 
 def _check_divergence(config: TrainConfig) -> None:
-    """Check what a KL term needs."""
     algo, kl = config.algo, config.algo.kl
     if kl.coef and None in reference_folders(config).values():
         where = " or data.sources.NAME.reference" if config.data.sources else ""

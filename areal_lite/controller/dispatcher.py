@@ -13,15 +13,10 @@
 
 tests/unit/controller/test_dispatcher.py asserts these.
 
-The curriculum retires and rests prompts by the rewards of their groups (docs/groups.md): a hard
-prompt costs little, and is tried again when the policy has learned more.
-
 A filter (`rollout.filters`) removes a group that teaches nothing, and another prompt takes its
 place, so that batches stay full (active sampling; Olmo 3, arXiv 2512.13961). It is a function
 f(group) that returns None to keep the group, or a short fixed name of the reason to filter it, by
 which filtered groups are counted. Filters are called in order, in the source's worker processes.
-
-A prompt whose episodes fail again and again is not asked any more (`Quarantine`).
 """
 
 import asyncio
@@ -57,7 +52,7 @@ _NUM_RATES = 2
 
 @dataclass(slots=True)
 class Curriculum:
-    """Retires and rests the prompts of `sampler`.
+    """Retires and rests the prompts of `sampler` by the rewards of their groups (docs/groups.md).
 
     It reads the groups of the store only: a resumed run goes on with the same prompts.
     """

@@ -1,17 +1,8 @@
 """Calls from the trainer's ranks to the controller: msgpack over ZeroMQ, no pickle.
 
-    method                          result
-    begin(step)                     None, from a controller that has the state after `step` steps
-    pull(step, rank, world, n)      facts about the batch, and the frames of this rank's TrainBatch
-    step_done(step)                 None
-    begin_push(version)             PushTargets: the servers to push to
-    pushed(version, failed)         None
-    evaluate(version)               a line of evals.jsonl: accuracy on held-out problems
-    await_evaluation(version, n)    None
-    finish()                        the run's totals; then the controller exits
-
-n counts the `Resync` that the client has had. In place of its result, a method with n may ask for
-another one: push the present version to the stale servers, and call again.
+`ControllerClient` has the calls. The last argument of `pull` and `await_evaluation` counts the
+`Resync` that the client has had. In place of its result, these may ask for another one: push the
+present version to the stale servers, and call again.
 
 A call is one frame (`Call`). A reply is one frame (`Reply`), plus the frames of a batch. It has an
 error if the call failed.

@@ -12,10 +12,6 @@
 `python -m areal_lite.controller.service RUN_DIR` reads `<run_dir>/config.yaml`, finds the servers
 by their announcements in the run directory, and answers the trainer (protocol.py) until `finish`,
 an error or SIGTERM, which is then its exit status.
-
-Trainer and controller can each be started again alone. A controller that finds `trainer.json`
-takes the place of a killed controller (batches.py). A trainer that begins again makes its
-controller start from the checkpoint, too.
 """
 
 import asyncio

@@ -5,11 +5,8 @@ them, and ends them all: however the run ends, no process is left. What fails or
 again, a limited number of times (docs/operations.md, When a process dies or hangs); the servers
 (server_pool.py) keep running.
 
-* The trainer asks a controller that was started again alone what the old one did not answer
-  (controller/batches.py). A new trainer pushes its weights to the servers before they get another
-  request (Fleet.take_over).
-* The ranks of a trainer wait for each other, so they hang when the newest heartbeat of all
-  (system/heartbeat.py) is too old. The oldest one most likely names the cause.
+The ranks of a trainer wait for each other, so they hang when the newest heartbeat of all
+(system/heartbeat.py) is too old. The oldest one most likely names the cause.
 """
 
 import re

@@ -1,18 +1,10 @@
 """`areal-lite train --prepare`: write a run directory for roles that start one by one.
 
-They may start in any order, in containers or on several machines, and find each other in the run
-directory, which all of them must see:
+docs/running.md (By hand) has their commands. As a module it runs a step of such a run:
 
-    python -m areal_lite.launch.server_pool RUN_DIR FIRST COUNT [until-end]    servers FIRST, …
-    python -m areal_lite.controller.service RUN_DIR                the controller, once
-    torchrun … -m areal_lite.trainer.loop RUN_DIR                  the trainer ranks
+    python -m areal_lite.launch.prepare begin RUN_DIR              before its roles start again
     python -m areal_lite.launch.prepare end RUN_DIR                after the trainer: the report
     python -m areal_lite.launch.prepare health RUN_DIR             0 if all announced servers answer
-
-Servers use the GPUs that their command sees. The option sets `server.host=node`: servers and
-controller listen on their machine's own address. To start the roles of a run again, first run
-`python -m areal_lite.launch.prepare begin RUN_DIR` or `areal-lite train --prepare … resume=auto`.
-It then resumes from its newest checkpoint.
 """
 
 import argparse

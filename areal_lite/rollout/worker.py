@@ -203,7 +203,6 @@ class EpisodeWorker:
                 own_s += time.perf_counter() - began
 
     async def _result(self, request: process.Request) -> msgspec.Raw:
-        """Do what a request asks for."""
         kind: Any = Play | FetchPrompt | Judge
         body: Play | FetchPrompt | Judge = process.unpack(request.body, kind)
         if isinstance(body, Play):

@@ -1,25 +1,11 @@
-"""Resuming and stopping a run.
+"""Resuming and stopping a run (docs/checkpoints.md, Resuming and Stopping).
 
-`resume=auto` on a run directory continues at step S, the step of the newest whole checkpoint
-(0 without one). S is also a version of the weights. What is recovered:
+A run continues at step S, the step of the newest whole checkpoint (0 without one). S is also a
+version of the weights. A request to stop stays until the next start: there are steps left.
 
-* Trainer: weights, optimizer, schedule and random state come from the checkpoint. Metrics and
-  evaluations after S are cut off (run_dir/metrics.py).
-* Controller: prompt sampler, counters and waiting groups come from the store. A group that no step
-  before S has used waits again if weights up to S sampled it. Others are dropped, and their prompts
-  are drawn again (`Store.recover`).
-* Servers start with version 0. They get no request until the trainer has pushed version S.
-
-A file `stop` in the run directory asks a run to stop: the trainer finishes its step, saves a
-checkpoint and exits normally. The supervisor creates the file on SIGUSR1, and then exits with
-`STOPPED`. The file stays until the next start: it says that there are steps left.
-
-The manifest of a checkpoint has the size and the checksum of each of its files. It is written last,
-so a folder that has one is complete. A start compares the files with it before any process reads
-them: a flipped bit in a tensor would otherwise train on without a sign.
-
-A controller that is killed can also be replaced under the running trainer (controller/batches.py).
-No torch here: supervisor and controller use this module.
+The manifest of a checkpoint is written last, so a folder that has one is complete. A start compares
+the files with it before any process reads them: a flipped bit in a tensor would otherwise train on
+without a sign. No torch here: supervisor and controller use this module.
 """
 
 import fcntl

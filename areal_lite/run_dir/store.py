@@ -17,16 +17,10 @@ Any SQLite client can read it at any time.
 * The write-ahead log survives the death of any process at any moment. A power cut does not damage
   the file. It may lose the commits after the last durable one, such as the end of a step.
 
-When the file reaches its bound (`store.max_gib`), old groups lose their rows in `sequences`, each
-in one transaction. Its other columns stay, so what the audit proves stays provable.
-
-* First go groups of which nothing was learned: a filter left them out, or they became too stale.
-  Groups that steps have used follow, and groups with failed rollouts: they show what the model
-  learned from and what goes wrong. Among both, the oldest go first.
-* Never removed: what waits for the trainer, what a replay buffer holds, and what steps have used
-  that a resume may take back.
-* New groups fill the pages that become free. What is left beyond the bound returns to the file
-  system (`auto_vacuum = INCREMENTAL`).
+When the file reaches its bound, old groups lose their rows in `sequences`, each in one transaction
+(docs/checkpoints.md, The store, says in which order). Their other columns stay, so what the audit
+proves stays provable. New groups fill the pages that become free. What is left beyond the bound
+returns to the file system (`auto_vacuum = INCREMENTAL`).
 """
 
 import asyncio
@@ -282,7 +276,6 @@ class Store(RunReader):
         return Recovered(*self._sampler_state(), list(again))
 
     def _forget_steps(self, version: int, now: float, play_again: bool) -> None:
-        """Change the states of groups as `recover` says."""
         values = {"version": version, "now": now}
         lose = _PLAY_AGAIN if play_again else _DROP
         unused = "(state = 'finished' OR (state = 'used' AND step >= :version))"

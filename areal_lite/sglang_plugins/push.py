@@ -44,21 +44,13 @@ from areal_lite.sglang_plugins import ENV_READBACK, weight_group
 from areal_lite.sglang_plugins.load_plan import Named
 from areal_lite.sglang_plugins.prefill import compute_shared_once
 
-_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-_PARKING = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_NAMING = "sglang.srt.managers.tokenizer_manager.TokenizerManager._update_model_path_info"
-_READ = (
-    "sglang.srt.model_executor.model_runner_components.weight_exporter"
-    ".WeightExporter.get_weights_by_name"
-)
-_SAMPLER = "sglang.srt.layers.sampler.Sampler._sample_from_probs"
-_RELEASE = "sglang.srt.managers.schedule_batch.release_req"
-_WINDOW = "sglang.srt.model_executor.model_runner.resolve_sliding_window_size"
-_COLLECT = (
-    "sglang.srt.managers.scheduler_components.batch_result_processor."
-    "SchedulerBatchResultProcessor._maybe_collect_routed_experts"
-)
+_RUNNER = "sglang.srt.model_executor.model_runner"
+_UPDATER = f"{_RUNNER}_components.weight_updater.WeightUpdater"
+_READ = f"{_RUNNER}_components.weight_exporter.WeightExporter.get_weights_by_name"
+_MANAGERS = "sglang.srt.managers"
+_SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
+_PARKING = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_RESULTS = f"{_MANAGERS}.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 # SGLang's own limit for a group. The trainer closes the store long before.
 _LIMIT = timedelta(minutes=30)
 _REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)  # a hook passes them on
@@ -126,11 +118,11 @@ def hooks() -> dict[str, Callable]:
         f"{_PARKING}.resume_memory_occupation": _resume_once,
         f"{_SCHEDULER}.record_weight_version_change": _tag_pending_tokens,
         f"{_SCHEDULER}._get_new_batch_prefill_raw": compute_shared_once,
-        _NAMING: _keep_name,
-        _SAMPLER: _sample_by_token,
-        _RELEASE: _keep_routes,
-        _COLLECT: _return_kept_routes,
-        _WINDOW: _see_whole_window,
+        f"{_MANAGERS}.tokenizer_manager.TokenizerManager._update_model_path_info": _keep_name,
+        "sglang.srt.layers.sampler.Sampler._sample_from_probs": _sample_by_token,
+        f"{_MANAGERS}.schedule_batch.release_req": _keep_routes,
+        f"{_RESULTS}._maybe_collect_routed_experts": _return_kept_routes,
+        f"{_RUNNER}.resolve_sliding_window_size": _see_whole_window,
         **({_READ: _read_weight} if os.environ.get(ENV_READBACK) == "1" else {}),
     }
 

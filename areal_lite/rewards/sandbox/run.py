@@ -1,23 +1,8 @@
 """Python that a model wrote, run in a process that can do no harm: `await run_python(code)`.
 
-The kernel guarantees, for any user and without namespaces (confine.py):
-  * files: the program reads the interpreter's libraries and its own scratch folder, and writes that
-    folder only. The folder is removed afterwards, or with the worker process (workers/process.py);
-  * no network and no other sockets (so no asyncio), no new processes, no signals to other
-    processes (system_calls.py has the calls that are left);
-  * limits on memory (address space), processor time, the size of a file, the number of open files,
-    of threads and of created files (`_Supervisor`), and output;
-  * the process is killed when its wall-clock time is over, counted from the start of execution, and
-    when the process that started it dies;
-  * it sees no environment variable, argument or open file of ours.
-
-A program writes at most `Limits.files` times `Limits.file_mb` to the disk. What the kernel keeps
-for it, mainly page tables, comes on top of `Limits.memory_mb`: about twice as much again at worst,
-when the program scatters its memory on purpose.
-
-Not covered: holes in the system calls that are left, and the names, sizes and link targets of files
-elsewhere (`stat` and `readlink` work). Where the kernel cannot confine (Linux before 5.13, Landlock
-disabled, not Linux) nothing runs and SandboxError is raised.
+The kernel confines it, for any user and without namespaces (confine.py). docs/workflows.md
+(Programs and the sandbox) says what it guarantees, and what is not covered. Where the kernel cannot
+confine (Linux before 5.13, Landlock disabled, not Linux) nothing runs and SandboxError is raised.
 """
 
 import asyncio
@@ -69,10 +54,10 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one program."""
+    """Limits of one program. What the kernel keeps for it, mainly page tables, comes on top."""
 
-    time_s: float = 5.0
-    memory_mb: int = 512
+    time_s: float = 5.0  # of the wall clock, from the start of execution
+    memory_mb: int = 512  # of address space
     file_mb: int = 4  # of each file
     files: int = 256  # creations of files and folders in all
     threads: int = 64  # that live at the same time
