@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from areal_lite.config import ServerConfig, TrainConfig, TrainerConfig
 from areal_lite.config.rules import check_devices
@@ -24,7 +23,7 @@ from areal_lite.run_dir.resume import start_version, stop_requested
 from areal_lite.system.gpus import divide_gpus, gpu_environment, resolve_device, visible_gpus
 from areal_lite.system.heartbeat import ENV_HEARTBEAT
 from areal_lite.system.network import free_port
-from areal_lite.system.processes import dying_with_me, ending, tail
+from areal_lite.system.processes import dying_with_me, ending, handling, tail
 
 _GRACE_S, _POLL_INTERVAL_S = 10.0, 0.2
 _OUTPUT_LINES = 1000
@@ -307,7 +306,7 @@ def interruptible() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with _handled(interrupt, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    with handling(interrupt, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         yield
 
 
@@ -332,17 +331,5 @@ def stopped_by_hand(run_dir: Path) -> Iterator[None]:
             raise KeyboardInterrupt
         (run_dir / STOP_FILE).touch()
 
-    with _handled(stop, signal.SIGINT, signal.SIGHUP):
+    with handling(stop, signal.SIGINT, signal.SIGHUP):
         yield
-
-
-@contextlib.contextmanager
-def _handled(handler: Callable[[int, Any], None], *signals: int) -> Iterator[None]:
-    under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    caught = [number for number in signals if number != signal.SIGHUP or not under_nohup]
-    previous = {number: signal.signal(number, handler) for number in caught}
-    try:
-        yield
-    finally:
-        for number, earlier in previous.items():
-            signal.signal(number, earlier)

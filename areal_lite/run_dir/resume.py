@@ -25,6 +25,7 @@ import msgspec
 
 from areal_lite.run_dir import paths
 from areal_lite.system.files import sync_path, try_lock
+from areal_lite.system.processes import handling
 
 STOPPED = os.EX_TEMPFAIL  # exit status of a run that was stopped and can be started again
 
@@ -187,11 +188,8 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
         # Roles that were started one by one have no supervisor that holds the lock.
         with lock_controller(run_dir):
             pass
-        previous = signal.signal(signal.SIGUSR1, lambda *_: (run_dir / paths.STOP_FILE).touch())
-        try:
+        with handling(lambda *_: (run_dir / paths.STOP_FILE).touch(), signal.SIGUSR1):
             yield
-        finally:
-            signal.signal(signal.SIGUSR1, previous)
 
 
 def lock_controller(run_dir: Path) -> IO[bytes]:

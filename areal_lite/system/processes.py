@@ -141,6 +141,19 @@ def environment(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
+@contextmanager
+def handling(handler: Callable[[int, Any], object], *signals: int) -> Iterator[None]:
+    """Handle signals in a block, but not SIGHUP under `nohup`."""
+    under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    caught = [number for number in signals if number != signal.SIGHUP or not under_nohup]
+    previous = {number: signal.signal(number, handler) for number in caught}
+    try:
+        yield
+    finally:
+        for number, earlier in previous.items():
+            signal.signal(number, earlier)
+
+
 def steady_time() -> float:
     """Return the wall-clock time in seconds, without changes of the clock since the start."""
     return _START_S + time.monotonic()
