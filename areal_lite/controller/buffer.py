@@ -68,14 +68,11 @@ that still runs, so the same count holds. tests/unit/controller/test_window.py c
 
 **Replay** (`ReplayBuffer`) decouples search from training (TBA, arXiv 2503.18929): a batch mixes
 episodes of any version, so only Trajectory Balance can learn from it. It has distinct prompts, each
-chosen as follows, with m = `recency_probability` and group size K:
+chosen as docs/groups.md (Replay) says: the prompt that was added to last, with its newest episodes,
+or any prompt, with episodes that are drawn without replacement (Gumbel top-K).
 
-    with probability m   the prompt that was added to last, and its newest K episodes
-    otherwise            any prompt, and K of its episodes without replacement (Gumbel top-K),
-                         with probability ~ exp(reward)
-
-* A prompt with fewer than K episodes gives all it has. A prompt with one is not drawn: there is
-  nothing to balance.
+* A prompt with fewer episodes than a group gives all it has. A prompt with one is not drawn: there
+  is nothing to balance.
 * The buffer holds distinct episodes of a prompt (the newer of two equal ones), the newest
   `capacity` of each prompt, and the `MAX_PROMPTS` prompts that were added to last.
 * A draw depends only on the seed, the version and the content. The store records it, because the
@@ -367,9 +364,7 @@ class ReplayBuffer(GroupQueue):
         if len(self) < count:
             return None
         rng = np.random.default_rng([self._seed, version])
-        drawn = [
-            self._draw(prompt_id, recent, rng) for prompt_id, recent in self._choose(count, rng)
-        ]
+        drawn = [self._draw(*chosen, rng) for chosen in self._choose(count, rng)]
         assignment = drawn_batch(drawn, version, num_shards)
         groups = {traces[0].group_id for episodes in drawn for traces in episodes}
         assignment.group_ids = sorted(groups - self._used)
@@ -389,7 +384,7 @@ class ReplayBuffer(GroupQueue):
     def _draw(
         self, prompt_id: str, recent: bool, rng: np.random.Generator
     ) -> list[list[Trajectory]]:
-        """Draw up to K episodes of one prompt, oldest first."""
+        """Draw as many episodes of one prompt as a group has, oldest first."""
         held = self._prompts[prompt_id]
         if recent:
             return held[-self._group_size :]
@@ -413,14 +408,8 @@ def drawn_batch(
             for sample_index, traces in enumerate(episodes)
             for trace in traces
         ]
-        groups.append(
-            Group(
-                group_id=number,
-                prompt_id=traces[0].prompt_id,
-                size=len(episodes),
-                trajectories=traces,
-            )
-        )
+        prompt_id, size = traces[0].prompt_id, len(episodes)
+        groups.append(Group(group_id=number, prompt_id=prompt_id, size=size, trajectories=traces))
     return BatchAssignment(
         groups=groups,
         shards=make_shards(groups, num_shards),

@@ -159,19 +159,17 @@ class Dispatcher:
         self.max_concurrent = rollout.max_concurrent
         self.in_flight = 0
         self.running: set[int] = set()
-        self._players: dict[str, Player] = {}
-        self._params: dict[str, SamplingParams] = {}
-        for name, source in self.sources.items():
-            on_end = self._on_rollout_end
-            self._players[name] = Player(source, dependencies, fleet, self.counts, on_end)
-            self._params[name] = _sampling(source, dependencies)
+        self._players = {
+            name: Player(source, dependencies, fleet, self.counts, self._on_rollout_end)
+            for name, source in self.sources.items()
+        }
+        self._params = {name: _sampling(one, dependencies) for name, one in self.sources.items()}
         self.sampler = prompt_sampler(self.sources)
         self.quarantine = dependencies.quarantine
         self._curriculum = Curriculum(self.sampler, rollout.retire_above, rollout.rest_unsolved)
         self._batch_groups, self._group_size = config.trainer.batch_groups, rollout.group_size
-        bound = None if config.buffer.replay.capacity else config.max_lead
         self.admission = AdmissionGate(
-            max_staleness=bound,
+            max_staleness=None if config.buffer.replay.capacity else config.max_lead,
             batch_groups=self._batch_groups,
             fresh=config.buffer.freshness == "auto" and config.buffer.window is None,
             steps=config.trainer.steps,
@@ -318,8 +316,7 @@ class Dispatcher:
         texts = [text for rollout in rollouts for text in rollout.texts]
         self._curriculum.record(submission.prompt_index, group.rewards, submission.drawn)
         try:
-            source = self.sources[prompt.source]
-            filtered = await first_reason(self._config, group, source)
+            filtered = await first_reason(self._config, group, self.sources[prompt.source])
         except TaskFailed as error:
             await self._drop_empty(submission, f"filter: {error}")
             return
@@ -374,12 +371,8 @@ class Dispatcher:
     def _fail_if_exhausted(self) -> None:
         """Raise RuntimeError if every prompt is retired, and no batch is left."""
         admission = self.admission
-        if (
-            self.sampler.exhausted
-            and admission.can_admit()
-            and not admission.running
-            and admission.waiting < self._batch_groups
-        ):
+        is_idle = admission.can_admit() and not admission.running
+        if self.sampler.exhausted and is_idle and admission.waiting < self._batch_groups:
             held, retired = len(self.quarantine.indices), len(self.sampler.retired)
             also = f" {held} others are in quarantine: this log says why." if held else ""
             raise RuntimeError(

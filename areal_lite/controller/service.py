@@ -130,13 +130,9 @@ class Controller:
         self.config = config
         self._store = dependencies.store
         self._dependencies = dependencies
+        every_s = config.sync.health_interval_s
         self.fleet = Fleet(
-            client,
-            announced,
-            lambda: self.batches.notify(),
-            mark_unhealthy,
-            config.sync.health_interval_s,
-            config.seed,
+            client, announced, lambda: self.batches.notify(), mark_unhealthy, every_s, config.seed
         )
         self.dispatcher = Dispatcher(
             config,

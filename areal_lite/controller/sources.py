@@ -249,12 +249,7 @@ class Player:
     what: str = "group"  # what it plays, for the names of episodes
 
     async def play(
-        self,
-        group_id: int,
-        prompt: Prompt,
-        rids: Sequence[str],
-        params: SamplingParams,
-        first: int = 0,
+        self, group_id: int, prompt: Prompt, rids: list[str], params: SamplingParams, first: int = 0
     ) -> list[Rollout]:
         """Play a rollout for each request id on ready servers, from sample `first` on."""
         servers = await self.fleet.place(len(rids))
@@ -289,11 +284,10 @@ class Player:
         try:
             played = await self._played(name, request, sessions)
         except TaskFailed as error:
-            hangs = error.reason == "timeout"
             failed = Rollout(
                 failure=f"workflow: {error}",
-                timed_out=hangs,
-                is_hazard=hangs or error.reason == "died",
+                timed_out=error.reason == "timeout",
+                is_hazard=error.reason in ("timeout", "died"),
             )
             played = [failed] * len(samples)
         finally:

@@ -33,8 +33,7 @@ class EpisodePool(WorkerPool):
     def __init__(self, config: Sampled, splits: Sequence[Split]) -> None:
         rollout = config.rollout
         self._limit_s = rollout.episode_timeout_s
-        most = 8 * usable_cores()
-        workers = min(most, math.ceil(rollout.max_concurrent / _EPISODES_A_WORKER))
+        workers = min(8 * usable_cores(), math.ceil(rollout.max_concurrent / _EPISODES_A_WORKER))
         silence_s = min(_BLOCKED_S, max(LATE_S, self._limit_s))
         own_splits = splits if ":" in config.data.source else ()
         super().__init__(

@@ -436,11 +436,7 @@ class WorkerPool:
         """Wait until every worker is set up. Raises ValueError if one cannot be."""
         self._unusable = None
         try:
-            outcomes = await asyncio.gather(
-                *(self._start_worker() for _ in range(self.size)), return_exceptions=True
-            )
-            for error in filter(None, outcomes):
-                raise error
+            await asyncio.gather(*(self._start_worker() for _ in range(self.size)))
         except BaseException:
             await self.close()
             raise
