@@ -10,24 +10,19 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
-COMMANDS = "areal_lite.commands"
-"""Further commands of `areal-lite`."""
-STAGES = "areal_lite.stages"
-"""Stages of these commands, each a `Command` that runs as a module of its own."""
-MODES = "areal_lite.modes"
-"""Options of the core's commands that show something instead of starting a run."""
-DEVICES = "areal_lite.devices"
-"""Devices without CUDA. The entry `cpu` is a `Device`."""
-OBSERVERS = "areal_lite.observers"
-"""Displays of a run. The entry `console` is an `Observer` (launch/local.py)."""
-DATA = "areal_lite.data"
-"""Openers of prompts, by `data.source` (data/prompts.py)."""
+# The groups of entry points.
+COMMANDS = "areal_lite.commands"  # further commands of `areal-lite`
+STAGES = "areal_lite.stages"  # stages of these commands, each a `Command` that runs as a module
+MODES = "areal_lite.modes"  # options of the core's commands that show something in place of a run
+DEVICES = "areal_lite.devices"  # devices without CUDA; the entry `cpu` is a `Device`
+OBSERVERS = (
+    "areal_lite.observers"  # displays of a run; `console` is an `Observer` (launch/local.py)
+)
+DATA = "areal_lite.data"  # openers of prompts, by `data.source` (data/prompts.py)
+# Ways to train, for `debug`: each has `check(config)`, and `run` as launch/local.py calls it.
 DEBUG_MODES = "areal_lite.debug"
-"""Ways to train, for `debug`: each has `check(config)`, and `run` as launch/local.py calls it."""
-TRACKERS = "areal_lite.trackers"
-"""Where metrics go besides metrics.jsonl (run_dir/metrics.py)."""
-TRANSPORTS = "areal_lite.transports"
-"""Further transports of weights to the servers (weights/push.py)."""
+TRACKERS = "areal_lite.trackers"  # where metrics go besides metrics.jsonl (run_dir/metrics.py)
+TRANSPORTS = "areal_lite.transports"  # further transports of weights to servers (weights/push.py)
 
 
 class Device(Protocol):

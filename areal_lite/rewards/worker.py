@@ -15,8 +15,7 @@ import msgspec
 from areal_lite.extensions import load_object
 from areal_lite.workers import process
 
-ENV_TIMEOUT_S = "AREAL_LITE_REWARD_TIMEOUT_S"
-"""Tells a reward function its own limit."""
+ENV_TIMEOUT_S = "AREAL_LITE_REWARD_TIMEOUT_S"  # tells a reward function its own limit
 
 
 class Sample(msgspec.Struct, array_like=True):

@@ -31,8 +31,7 @@ T = TypeVar("T")
 # Room for a token's id, twice, its log-prob, and its text escaped as JSON.
 _BYTES_PER_TOKEN = 1 << 10
 _OTHER_BYTES = 1 << 16
-MAX_ANSWER_BYTES = 64 << 20
-"""The limit of answers that are no completions, in bytes."""
+MAX_ANSWER_BYTES = 64 << 20  # the limit of answers that are no completions, in bytes
 
 _Int32 = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 # A float32 that is not infinite. A server may round a log-prob of 0 to a value slightly above.

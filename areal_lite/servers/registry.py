@@ -116,10 +116,8 @@ def _file(run_dir: Path, name: str, kind: str = "json") -> Path:
     return Path(run_dir, "servers", f"{name}.{kind}")
 
 
-UNTRUSTED = -1
-"""The version of a server whose weights are not known. It is stale until a push."""
-UNPUSHED = "unpushed"
-"""The version that a server of a run reports before its first push."""
+UNTRUSTED = -1  # The version of a server whose weights are not known. It is stale until a push.
+UNPUSHED = "unpushed"  # the version that a server of a run reports before its first push
 
 
 def least_loaded(servers: Iterable[ServerInfo], load: Mapping[str, int]) -> ServerInfo | None:

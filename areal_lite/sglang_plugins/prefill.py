@@ -14,10 +14,8 @@ import numpy as np
 
 from areal_lite.trajectory import shared_length
 
-_LEAST = 32
-"""Tokens that waiting must save: the threshold of SGLang's own policy."""
-_WINDOW = 256
-"""Requests at the front of the queue that a batch is chosen from if some of them wait."""
+_LEAST = 32  # tokens that waiting must save: the threshold of SGLang's own policy
+_WINDOW = 256  # requests at the front of the queue that a batch is chosen from if some of them wait
 
 
 def compute_shared_once(

@@ -302,8 +302,7 @@ def adapted_weights(tensors: list[Named], folder: str, scale: float) -> Iterator
         yield weight, _add(base, a, b, scale)
 
 
-Take = Callable[[int], torch.Tensor]
-"""Receives so many bytes from the trainer, uint8."""
+Take = Callable[[int], torch.Tensor]  # receives so many bytes from the trainer, uint8
 
 
 def _whole(updater: Any, bucket: Layout, take: Take) -> list[Named]:

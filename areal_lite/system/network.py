@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-NODE = "node"
-"""The value of `server.host` that means this machine's own address."""
+NODE = "node"  # the value of `server.host` that means this machine's own address
 
 _ANYWHERE = "http://203.0.113.1"  # behind the default route: no machine has this address
 # Linux gives ports from 32768 up to outgoing connections. One of these might be taken before a

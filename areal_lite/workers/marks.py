@@ -117,8 +117,7 @@ class _Marked(Coroutine[Any, Any, Any]):
                 os._exit(0)
 
 
-marks = Marks()
-"""The marks of this process."""
+marks = Marks()  # the marks of this process
 
 
 async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -51,8 +51,7 @@ _START_ATTEMPTS = 3
 _CLOSE_S = 5.0
 # Replies may have come while the event loop was busy: they are read before a time-out is believed.
 _RECHECK_S = 0.02
-LATE_S = 3.0
-"""A worker that executes many tasks at once gives a sign of life more often than this."""
+LATE_S = 3.0  # a worker that executes many tasks at once gives a sign of life more often than this
 # A task that was suspected this often fails. After this many restarts it stays with a late worker.
 _MOST_SUSPECTED, _MOST_MOVED = 3, 2
 # Only an endless task asks more.

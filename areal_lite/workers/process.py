@@ -49,8 +49,7 @@ T = TypeVar("T")
 NUM_MARKS = 64
 MARKS = struct.Struct(f"{NUM_MARKS}q")
 MARKS_BYTES = MARKS.size
-STATUS = struct.Struct("i")
-"""The message of a keeper: the worker's exit status."""
+STATUS = struct.Struct("i")  # the message of a keeper: the worker's exit status
 _LENGTH = struct.Struct("<I")
 
 
