@@ -162,10 +162,7 @@ def longest_sequence(config: Any) -> int:
 
 
 def sampling_of_evaluation(config: Any) -> Sampling:
-    """Return how `train` or `eval` samples to evaluate: as in training, with its own on top.
-
-    Raises ValueError.
-    """
+    """Return how evaluations sample: as in training, with its own on top. Raises ValueError."""
     in_run = hasattr(config, "eval")
     try:
         return _overridden(config.rollout.sampling, (config.eval if in_run else config).sampling)

@@ -126,10 +126,7 @@ class Batches:
         self._resyncing = False
 
     def on_step(self, step: int) -> list[tuple[int, list[int], list[list[tuple[int, int]]]]]:
-        """Record that `step` steps are complete.
-
-        Returns step, groups and draws (as in BatchAssignment) of each batch that was used.
-        """
+        """Record that `step` steps are complete. Return step, groups, draws of each used batch."""
         used = []
         if self._inherited and step > self.step:  # every rank has it from an earlier controller
             used.append((self.step, [group.group_id for group in self._inherited], []))

@@ -204,10 +204,7 @@ class BatchAssignment:
     info: dict[str, Any] = field(default_factory=dict)  # for the metrics
 
     def join_routes(self) -> None:
-        """Give the shards the routes of their trajectories.
-
-        These are a gigabyte for millions of tokens of a large mixture: not for an event loop.
-        """
+        """Give the shards their routes: up to a gigabyte, which is not for an event loop."""
         for shard, groups in zip(self.shards, balanced_shards(self.groups, len(self.shards))):
             routes = [t.routes for group in groups for t in group.trajectories]
             shard.routes = join_routes(routes, shard.lengths.tolist())

@@ -341,10 +341,7 @@ class ControllerClient:
         return self._call(dict[str, Any], "evaluate", version)[0]
 
     def await_evaluation(self, version: int, resync: Callable[[], object]) -> None:
-        """Wait until the evaluation of the last version has ended. Every rank calls it.
-
-        `resync` is as in `batch`.
-        """
+        """Wait, on every rank, for the end of the last evaluation; `resync` is as in `batch`."""
         self._call_with_resyncs(resync, None, "await_evaluation", version)
 
     def finish(self) -> dict[str, Any]:
@@ -362,10 +359,7 @@ class ControllerClient:
             resync()
 
     def _call(self, kind: Any, method: str, *arguments: Any) -> tuple[Any, list[memoryview]]:
-        """Call a method, and return its result, which is of the type `kind`, and its frames.
-
-        Raises Resync.
-        """
+        """Call a method; return its result, of the type `kind`, and its frames. Raises Resync."""
         self._last_id += 1
         call = Call(self._last_id, method, list(arguments))
         frame = msgspec.msgpack.encode(call)
@@ -409,10 +403,7 @@ class ControllerClient:
         return again
 
     def _successor(self, call: Call) -> Address | None:
-        """Return the address of the controller that took the place of this one, if there is one.
-
-        Raises RuntimeError if it answers another trainer.
-        """
+        """Return the address of a successor, if any. Raises RuntimeError if its trainer is new."""
         address = None
         with suppress(FileNotFoundError):
             address = msgspec.json.decode(self._file.read_bytes(), type=Address)

@@ -62,10 +62,7 @@ _REQUEST_COUNTS = ("drained", "requests", "aborts", "retries")
 
 @dataclass(slots=True)
 class Retention:
-    """Removes tokens from the store after each step, in a task of its own.
-
-    `due` is set when the store may have grown.
-    """
+    """Removes tokens from the store in a task of its own, when it is `due`: after each step."""
 
     config: TrainConfig
     store: StoreThread

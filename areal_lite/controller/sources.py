@@ -305,10 +305,7 @@ class Player:
         return await play(parts.workflow or single_turn, episodes)
 
     async def _scored(self, prompt: Prompt, sample: int, played: Rollout) -> Rollout:
-        """Give all traces the reward of the last answer, unless their workflow gave rewards.
-
-        A failure is counted, and `on_end` is called.
-        """
+        """Give all traces the reward of the last answer if they have none. Count a failure."""
         with ExitStack() as place:
             place.callback(self.on_end)
             part, failure, timed_out = "workflow", played.failure, played.timed_out

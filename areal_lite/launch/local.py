@@ -253,10 +253,7 @@ def _step_reporter(run_dir: Path, on_step: OnStep | None) -> Callable[[], None]:
 
 
 def check_servers(pool: ServerPool, run_dir: Path, steps: int) -> None:
-    """Raise RoleFailed when no server is left, unless all `steps` are trained.
-
-    After the last step the trainer must still save its weights.
-    """
+    """Raise RoleFailed when no server is left, unless the trainer only has to save its weights."""
     try:
         pool.check()
     except RoleFailed:
@@ -400,10 +397,7 @@ class Restarts:
         self.start = resume.start_version(run_dir)
 
     def prepare(self, failed: ProcessFailed) -> None:
-        """Log the failure, wait, and prepare the run directory for the next start of all roles.
-
-        Raises RoleFailed when the run must end.
-        """
+        """Log the failure, wait, prepare the next start. Raises RoleFailed if the run must end."""
         if resume.stop_requested(self._run_dir):
             self._record(failed)
             raise self._end(failed, "the run was asked to stop")

@@ -154,10 +154,7 @@ class Roles:
             raise ProcessFailed(role, f"{role.name} {ending(role.process.returncode)}")
 
     def wait(self, roles: list[Role], watch: Callable[[], object] = lambda: None) -> None:
-        """Wait until all of `roles` have ended well, and call `watch` now and then.
-
-        Raises ProcessFailed when any process fails.
-        """
+        """Wait until `roles` have ended well, and call `watch` now and then. Raises as `check`."""
         while any(role.process.poll() is None for role in roles):
             self.check()
             watch()

@@ -311,10 +311,7 @@ class ServerPool:
             await asyncio.sleep(delay_s)
 
     async def _run_once(self, name: str) -> str | None:
-        """Run one process of a server to its end, and return the reason of the end.
-
-        None: it was drained. Raises an error if the server has never come up.
-        """
+        """Run one process to its end; return why, None if drained. Raises if it never came up."""
         server = self._make[name]()
         grace_s = _GRACE_S
         try:
@@ -348,10 +345,7 @@ class ServerPool:
             yield
 
     async def _wait_for_end(self, server: ServerProcess) -> str | None:
-        """Wait until the server exits or is marked unhealthy, and return the reason.
-
-        None: it was drained.
-        """
+        """Wait until the server exits or is unhealthy; return why, or None if it was drained."""
         while (code := server.exit_code()) is None:
             if reason := registry.unhealthy_reason(self._run_dir, server.info):
                 return reason
@@ -480,10 +474,7 @@ def pool_beside(config: TrainConfig, run_dir: Path, numbers: Sequence[int]) -> S
 
 
 async def supervise_until_end(pool: ServerPool, run_dir: Path) -> None:
-    """Run the servers until the run has ended, or all are drained. Raises as `check`.
-
-    The trainer writes the totals of the run at its end.
-    """
+    """Run servers until the trainer has written totals, or all are drained. Raises as `check`."""
     servers = asyncio.create_task(pool.supervise())
     while not (servers.done() or pool.is_drained or (run_dir / TOTALS_FILE).exists()):
         await asyncio.sleep(1.0)

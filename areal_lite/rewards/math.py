@@ -304,10 +304,7 @@ def _parse(text: str) -> list:
 
 
 def _compare_in_child(gold: list, result: str, percent: list[bool]) -> float:
-    """Return the reward of a result; 0.0 if the comparison exceeds its limits.
-
-    `percent` says of both whether they are percentages.
-    """
+    """Return the reward, 0.0 beyond the limits. `percent`: whether each of both is a percentage."""
     context = multiprocessing.get_context("fork")  # with the parsers that the parent has warmed up
     child = context.Process(target=_compare, args=(gold, result, percent))
     child.start()

@@ -140,10 +140,7 @@ def is_grouped(workflow: Workflow) -> bool:
 
 
 async def play(workflow: Workflow, episodes: Sequence[Episode]) -> list[Rollout]:
-    """Call a workflow to play one episode, or a whole group if the workflow is grouped.
-
-    Traces are checked and numbered.
-    """
+    """Play one episode, or a group if the workflow is grouped; check and number the traces."""
     try:
         if is_grouped(workflow):
             results = await workflow(list(episodes))

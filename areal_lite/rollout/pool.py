@@ -46,10 +46,7 @@ class EpisodePool(WorkerPool):
         )
 
     async def play(self, name: str, request: Play, samplers: Sequence[Sampler]) -> list[Rollout]:
-        """Play the episodes of `request`; see episode.play. `samplers` complete their tokens.
-
-        Raises TaskFailed.
-        """
+        """Play the episodes of `request`; `samplers` complete their tokens. Raises TaskFailed."""
 
         async def complete(body: msgspec.Raw) -> msgspec.Raw:
             asked = unpack(body, Complete)

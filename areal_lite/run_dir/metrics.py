@@ -64,10 +64,7 @@ class Tracker(Protocol):
 
 
 def tracker_class(name: str) -> Callable[..., Tracker]:
-    """Return what makes the tracker `name` of `logger.trackers`.
-
-    Raises ValueError if there is none, or if its package is not installed.
-    """
+    """Return what makes the tracker `name`. Raises ValueError if it is unknown or not installed."""
     if ":" in name:
         return load_object("logger.trackers", name)
     if (found := load(TRACKERS, name)) is None:
@@ -79,10 +76,7 @@ def tracker_class(name: str) -> Callable[..., Tracker]:
 
 
 class _Tracking:
-    """A tracker on a thread of its own: nothing that it does delays or ends the run.
-
-    After an error there is one warning, and nothing more is sent.
-    """
+    """A tracker on its own thread: it delays and ends nothing. After an error it gets no more."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]):
         self._name = name
@@ -125,10 +119,7 @@ class _Tracking:
 
 
 class MetricsLog:
-    """The log of trainer rank 0, which the trackers get, too.
-
-    Each record also gets `logged_at`, the wall-clock seconds at which it was written.
-    """
+    """The log of trainer rank 0, and its trackers. It adds `logged_at`, in wall-clock seconds."""
 
     def __init__(self, run_dir: Path, config: LoggerConfig, run_config: Mapping[str, Any]):
         self._run_dir = Path(run_dir)

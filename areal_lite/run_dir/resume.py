@@ -193,10 +193,7 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
 
 
 def lock_controller(run_dir: Path) -> IO[bytes]:
-    """Return the locked file of the only controller of a run; closing it releases the lock.
-
-    Raises ValueError while another controller runs in `run_dir`.
-    """
+    """Return the locked file of a run's controller. Raises ValueError while another one runs."""
     return _lock(run_dir, paths.CONTROLLER_LOCK_FILE)
 
 

@@ -118,10 +118,7 @@ def scratch_folder(folder: Path, empty: bool = True) -> Path:
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder, which becomes `folder` when the block ends.
-
-    After an exception nothing is left of it.
-    """
+    """Yield an empty folder, which becomes `folder` unless the block raises."""
     scratch = scratch_folder(folder)
     try:
         yield scratch
@@ -193,10 +190,7 @@ def sync_path(path: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder of any depth with all its content, without following links.
-
-    What cannot be removed is logged and stays.
-    """
+    """Remove a folder of any depth, without following links. What cannot be removed is logged."""
     with contextlib.suppress(OSError, RecursionError):
         return shutil.rmtree(folder)
     # It is deeper than Python's stack, or has locked folders, or has gone.

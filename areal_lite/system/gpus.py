@@ -97,10 +97,7 @@ def cuda_home() -> Path:
 
 
 def gpu_memory(gpu: str) -> GpuMemory | None:
-    """Return the memory of a GPU, named as in CUDA_VISIBLE_DEVICES.
-
-    None if nvidia-smi is missing or does not know it (a slice of a GPU, for example).
-    """
+    """Return the memory of a GPU in CUDA_VISIBLE_DEVICES; None if nvidia-smi does not know it."""
     found = _query("memory.total,memory.free", gpu)
     try:
         total, free = (int(number) * 2**20 for number in found.split(","))

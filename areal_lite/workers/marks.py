@@ -74,10 +74,7 @@ class Marks:
         loop.set_task_factory(create)  # pyright: ignore[reportArgumentType]
 
     def watch(self, seconds: float) -> None:
-        """Write the stacks of all threads to the file at a crash, or if this is not called in time.
-
-        Each call restarts the time.
-        """
+        """Write all stacks to the file at a crash, or unless called again within `seconds`."""
         os.lseek(self._file, MARKS_BYTES, os.SEEK_SET)
         faulthandler.enable(self._file)
         faulthandler.dump_traceback_later(seconds, file=self._file)

@@ -151,10 +151,7 @@ class _Supervisor:
 
 
 async def run_python(code: str, stdin: str = "", limits: Limits = _DEFAULT) -> Outcome:
-    """Run `code` as a separate program. Raises SandboxError if it could not be started.
-
-    The program dies with the calling thread.
-    """
+    """Run `code` as a program, which dies with the calling thread. Raises SandboxError."""
     channel, theirs = socket.socketpair()
     with channel, theirs:
         scratch = Path(tempfile.mkdtemp(prefix="areal-lite-sandbox-"))
