@@ -161,8 +161,7 @@ class Batches:
             # Shielded: all ranks await the task, so a rank that goes away must not cancel it.
             batch = await asyncio.shield(task)
         except (ValueError, RuntimeError):
-            # The next request tries again.
-            self._assignments.pop(step, None)
+            self._assignments.pop(step, None)  # the next request tries again
             raise
         if (ranks := len(batch.shards)) != world:
             raise ValueError(f"{asked}, but that batch was assigned to {ranks} ranks already")

@@ -93,8 +93,7 @@ from areal_lite.routes import join_routes
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trajectory import Group, Trajectory, episode_reward
 
-# Steps in which two thirds of an excess in `late` are forgotten.
-_FORGETS = 16
+_FORGETS = 16  # steps in which two thirds of an excess in `late` are forgotten
 
 
 @dataclass(slots=True, kw_only=True)
@@ -186,8 +185,7 @@ class AdmissionGate:
         self.accepted = step * self.batch_groups + waiting
 
 
-# In versions: more steps than any run has.
-_NO_BOUND = 2**30
+_NO_BOUND = 2**30  # in versions: more steps than any run has
 
 
 @dataclass(slots=True, kw_only=True)

@@ -177,8 +177,7 @@ class Dispatcher:
         self._again: deque[_Submission] = deque()
         self._lost_prompts: set[int] = set()  # since a group that had a rollout
         self._consecutive_filtered = 0
-        # Set when something changed that `run` may be waiting for.
-        self._wake = asyncio.Event()
+        self._wake = asyncio.Event()  # set when something changed that `run` may be waiting for
         # Set once the store gets the row of the group that was drawn last.
         self._stored: asyncio.Event | None = None
 

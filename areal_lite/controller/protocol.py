@@ -76,13 +76,10 @@ class Reply(msgspec.Struct):
 
 
 class PushTargets(msgspec.Struct):
-    """The servers to push to, possibly none: servers that start later are resynced then.
-
-    `drained` counts the requests in flight that were waited for (interrupt mode `none`).
-    """
+    """The servers to push to, possibly none: servers that start later are resynced then."""
 
     servers: list[ServerInfo]
-    drained: int = 0
+    drained: int = 0  # requests in flight that were waited for (interrupt mode `none`)
 
 
 class Resync(Exception):
@@ -93,13 +90,10 @@ class Address(msgspec.Struct):
     """The content of controller.json."""
 
     url: str
-    # CurveZMQ's public key of the controller. It is given to this run's clients only.
-    key: str
+    key: str  # CurveZMQ's public key of the controller. It is given to this run's clients only.
     pid: int
-    # where `pid` is valid: process_namespace()
-    namespace: str
-    # whether it took the place of a controller that was killed, and answers the same trainer
-    takes_over: bool = False
+    namespace: str  # where `pid` is valid: process_namespace()
+    takes_over: bool = False  # from a controller that was killed, and answers the same trainer
 
 
 HEARTBEAT_MS = 30_000  # each side of a connection sends something so often
@@ -287,8 +281,7 @@ class ControllerClient:
         # By this name the controller knows the client after a loss of the connection. libzmq keeps
         # names that begin with a zero for itself.
         self._socket.routing_id = b"c" + secrets.token_bytes(16)
-        # An unread call must not keep this process from exiting.
-        self._socket.linger = 0
+        self._socket.linger = 0  # an unread call must not keep this process from exiting
         self._socket.heartbeat_ivl = HEARTBEAT_MS
         self._socket.heartbeat_timeout = SILENCE_MS
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED

@@ -47,11 +47,9 @@ from areal_lite.trainer.profile import profiled_steps
 
 CONTROLLER = "areal_lite.controller.service"
 RESTARTS_LOG = "restarts.log"
-# Failures older than this do not count.
-_WINDOW_S = 3600.0
+_WINDOW_S = 3600.0  # failures older than this do not count
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
-# A stopped process is replaced after this share of restart.hang_timeout_s.
-_STOPPED_SHARE = 1 / 60
+_STOPPED_SHARE = 1 / 60  # a stopped process is replaced after this share of restart.hang_timeout_s
 # After a longer pause between two checks, this process itself was stopped, or the machine was.
 _LONGEST_PAUSE_S = 5.0
 _STACK_TIMEOUT_S = 3.0

@@ -19,8 +19,7 @@ from areal_lite.run_dir.paths import CONFIG_FILE, LOGS_DIR, STOP_FILE, SUMMARY_F
 from areal_lite.servers.blocking import start_reaching
 from areal_lite.servers.registry import announced_servers
 
-# The exit status of `begin` when the run has no steps left.
-COMPLETE = 10
+COMPLETE = 10  # the exit status of `begin` when the run has no steps left
 _HEALTH_TIMEOUT_S = 10.0
 
 

@@ -209,35 +209,22 @@ class ServerProcess:
         self._process.wait()
 
 
+@dataclass(eq=False)
 class ServerPool:
-    """Supervised servers. A context manager: the servers run as long as the block does.
+    """Supervised servers. A context manager: the servers run as long as the block does."""
 
-    make: by server name, a function that makes the server's next process. max_restarts: of each
-    server; those before it was ready for an hour do not count. takes_turns: a trainer uses the GPUs
-    of the servers, too.
-    """
-
-    def __init__(
-        self,
-        run_dir: Path,
-        make: Mapping[str, Callable[[], ServerProcess]],
-        max_restarts: int,
-        takes_turns: bool = False,
-    ):
-        self._run_dir = run_dir
-        self._make = make
-        self._max_restarts = max_restarts
-        self._takes_turns = takes_turns
-        self._started_at = time.monotonic()
-        self._came_up: set[str] = set()
-        self._drained: set[str] = set()
-        # When the present process of a server became ready, in seconds.
-        self._ready_at: dict[str, float] = {}
-        self._loop: asyncio.AbstractEventLoop
-        self._task: asyncio.Task[None]  # while the block lasts
-        # One thread for the whole block: servers die with the thread that started them.
-        self._thread = ThreadPoolExecutor(1, "servers")
-        self._ended: Future[None] = Future()
+    run_dir: Path
+    make: Mapping[str, Callable[[], ServerProcess]]  # by name, makes the server's next process
+    max_restarts: int  # of each server; those before it was ready for an hour do not count
+    takes_turns: bool = False  # a trainer uses the GPUs of the servers, too
+    _started_at: float = field(default_factory=time.monotonic)
+    _came_up: set[str] = field(default_factory=set)
+    _drained: set[str] = field(default_factory=set)
+    # When the present process of a server became ready, in seconds.
+    _ready_at: dict[str, float] = field(default_factory=dict)
+    # One thread for the whole block: servers die with the thread that started them.
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "servers"))
+    _ended: Future[None] = field(default_factory=Future)
 
     def __enter__(self) -> "ServerPool":
         self._loop = asyncio.new_event_loop()
@@ -265,7 +252,7 @@ class ServerPool:
 
     def wait_ready(self, watch: Callable[[], None] = lambda: None) -> None:
         """Wait until each server has come up once, calling `watch` meanwhile. Raises as `check`."""
-        while len(self._came_up) < len(self._make):
+        while len(self._came_up) < len(self.make):
             self.check()
             watch()
             time.sleep(0.05)
@@ -273,20 +260,20 @@ class ServerPool:
     @property
     def is_drained(self) -> bool:
         """Return whether all servers have been drained."""
-        return self._drained == self._make.keys()
+        return self._drained == self.make.keys()
 
     async def supervise(self) -> None:
         """Run the servers until cancelled. Raises as `check` does.
 
         Without a server of its own it goes on while the run has others, started elsewhere.
         """
-        tasks = [asyncio.create_task(self._supervise(name)) for name in self._make]
+        tasks = [asyncio.create_task(self._supervise(name)) for name in self.make]
         try:
             for ended in asyncio.as_completed(tasks):
                 await ended
-            if self._drained or registry.announced_servers(self._run_dir):
+            if self._drained or registry.announced_servers(self.run_dir):
                 await asyncio.Event().wait()
-            raise RoleFailed(f"no server is left: see {self._run_dir / LOGS_DIR / LOG}")
+            raise RoleFailed(f"no server is left: see {self.run_dir / LOGS_DIR / LOG}")
         finally:
             for task in tasks:
                 task.cancel()
@@ -302,23 +289,23 @@ class ServerPool:
             ready_s = time.monotonic() - self._ready_at.pop(name, math.inf)
             restarts = 1 if ready_s >= _STEADY_S else restarts + 1
             in_vain = 1 if ready_s >= _WORKED_S else in_vain + 1
-            if restarts > self._max_restarts:
-                self._log(f"{name} is given up after {self._max_restarts} restarts: {reason}")
+            if restarts > self.max_restarts:
+                self._log(f"{name} is given up after {self.max_restarts} restarts: {reason}")
                 return
             delay_s = back_off_s(in_vain)
-            attempt = f"restart {restarts} of {self._max_restarts}"
+            attempt = f"restart {restarts} of {self.max_restarts}"
             self._log(f"{name} is started again in {delay_s:g} s ({attempt}): {reason}")
             await asyncio.sleep(delay_s)
 
     async def _run_once(self, name: str) -> str | None:
         """Run one process to its end; return why, None if drained. Raises if it never came up."""
-        server = self._make[name]()
+        server = self.make[name]()
         grace_s = _GRACE_S
         try:
             async with self._gpus_to_start_on():
                 server.start()
                 await server.wait_ready()
-                registry.announce_server(self._run_dir, server.info)
+                registry.announce_server(self.run_dir, server.info)
             self._came_up.add(name)
             self._ready_at[name] = time.monotonic()
             self._log(f"{name} is ready {time.monotonic() - self._started_at:.0f} s after start")
@@ -330,16 +317,16 @@ class ServerPool:
                 raise
             return str(error)
         finally:
-            registry.withdraw_server(self._run_dir, name)
+            registry.withdraw_server(self.run_dir, name)
             await asyncio.to_thread(server.stop, grace_s)
 
     @asynccontextmanager
     async def _gpus_to_start_on(self) -> AsyncIterator[None]:
         """Wait until the trainer leaves the GPUs, and keep it off them inside the block."""
-        if not self._takes_turns:
+        if not self.takes_turns:
             yield
             return
-        with open_gpus_lock(self._run_dir) as lock:
+        with open_gpus_lock(self.run_dir) as lock:
             while not try_lock(lock, fcntl.LOCK_SH):
                 await asyncio.sleep(_POLL_INTERVAL_S)
             yield
@@ -347,13 +334,13 @@ class ServerPool:
     async def _wait_for_end(self, server: ServerProcess) -> str | None:
         """Wait until the server exits or is unhealthy; return why, or None if it was drained."""
         while (code := server.exit_code()) is None:
-            if reason := registry.unhealthy_reason(self._run_dir, server.info):
+            if reason := registry.unhealthy_reason(self.run_dir, server.info):
                 return reason
-            if registry.is_announced(self._run_dir, server.name, "draining"):
+            if registry.is_announced(self.run_dir, server.name, "draining"):
                 return await self._wait_until_idle(server)
-            if not registry.is_announced(self._run_dir, server.name):
+            if not registry.is_announced(self.run_dir, server.name):
                 self._log(f"{server.name} is announced again: its announcement was removed")
-                registry.announce_server(self._run_dir, server.info)
+                registry.announce_server(self.run_dir, server.info)
             await asyncio.sleep(_POLL_INTERVAL_S)
         return f"{server.name} {ending(code)}"
 
@@ -362,7 +349,7 @@ class ServerPool:
 
         If it does not say how many it has, they continue on another server.
         """
-        run_dir, info = self._run_dir, server.info
+        run_dir, info = self.run_dir, server.info
         self._log(f"{server.name} finishes its requests and ends: it is drained")
         await asyncio.sleep(_NOTICE_S)
         async with SGLangClient(_HEALTH_TIMEOUT_S) as client:
@@ -376,7 +363,7 @@ class ServerPool:
 
     def _log(self, text: str) -> None:
         print(visible(text), file=sys.stderr, flush=True)
-        append_log(self._run_dir / LOGS_DIR / LOG, text)
+        append_log(self.run_dir / LOGS_DIR / LOG, text)
 
 
 def server_pool(

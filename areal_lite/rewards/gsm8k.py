@@ -51,8 +51,7 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-# Powers of ten.
-_SCALES = {"%": -2, "percent": -2, "per cent": -2, "hundred": 2, "thousand": 3}
+_SCALES = {"%": -2, "percent": -2, "per cent": -2, "hundred": 2, "thousand": 3}  # powers of ten
 _SCALES |= {"million": 6, "billion": 9}
 _NEGATION = re.compile(r"\b(?:not|never|neither)\b|n['’]t\b", re.IGNORECASE)
 # What may not come before a number: a function, an index, an operator, or a variable.
@@ -94,8 +93,7 @@ _CHARACTERS = str.maketrans("\u2212\u2013\u00a0\u2009\u202f~", "--    ")
 _VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
 _SUPERSCRIPTS = re.compile("(?<=[0-9])[²³]")
 _TAG = re.compile(r"</?(?:b|strong|i|em|u|p|span|code)>")
-# A longer number is not the answer to a school problem, and costs time.
-_MAX_CHARACTERS = 100
+_MAX_CHARACTERS = 100  # a longer number is not the answer to a school problem, and costs time
 _LAST_CHARACTERS = 10_000
 _LAST_STATEMENTS = 20  # in them
 _STATEMENT_CHARACTERS = 1_000  # after the mark of a statement

@@ -29,8 +29,7 @@ class RewardPool(WorkerPool):
             silence_s=timeout_s,
             sequential=True,
         )
-        # Moving average of execution times; assume slow samples at first.
-        self._mean_s = 1.0
+        self._mean_s = 1.0  # moving average of execution times; assume slow samples at first
 
     async def score(
         self, completion: str, answer: str, info: dict[str, Any] | None = None

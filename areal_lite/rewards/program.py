@@ -45,8 +45,7 @@ _OPENING = re.compile(
 _CLOSING = {fence: re.compile(rf"{fence}+[ \t\r]*+$", re.MULTILINE) for fence in ("```", "~~~")}
 _INLINE = re.compile(r"```+[ \t]*+(?:python3?|py)[ \t]([^`\n]+)```")
 _PYTHON = re.compile(r"py(thon)?[0-9.]*", re.IGNORECASE)
-# Fences that may close a block: a docstring may have some.
-_CLOSINGS = 8
+_CLOSINGS = 8  # fences that may close a block: a docstring may have some
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # What data sets call the keys of an answer.
 _NAMES = {"input": "inputs", "output": "outputs", "func_name": "fn_name", "entry_point": "fn_name"}

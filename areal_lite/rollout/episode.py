@@ -120,19 +120,15 @@ async def started(workflow: Workflow, config: Any) -> AsyncIterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """The traces of an episode.
-
-    `failure` says why it has no reward, or nothing at all. `is_hazard`: it hung, or it ended its
-    process.
-    """
+    """The traces of an episode."""
 
     traces: list[Trajectory] = field(default_factory=list)
     # before and after the first sampled token of each
     texts: list[tuple[str, str]] = field(default_factory=list)
     answer: str = ""  # to score: the text of the last trace's last turn, or of all after the prompt
-    failure: str = ""
+    failure: str = ""  # why it has no reward, or nothing at all
     timed_out: bool = False
-    is_hazard: bool = False
+    is_hazard: bool = False  # it hung, or it ended its process
 
 
 def is_grouped(workflow: Workflow) -> bool:

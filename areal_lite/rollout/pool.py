@@ -15,10 +15,8 @@ from areal_lite.trajectory import Group
 from areal_lite.workers.pool import LATE_S, TaskFailed, WorkerPool
 from areal_lite.workers.process import pack, unpack
 
-# A worker is killed after its event loop has been blocked for this long.
-_BLOCKED_S = 30.0
-# With more, too many episodes restart when a process ends.
-_EPISODES_A_WORKER = 64
+_BLOCKED_S = 30.0  # a worker is killed after its event loop has been blocked for this long
+_EPISODES_A_WORKER = 64  # with more, too many episodes restart when a process ends
 
 
 def needs_workers(config: Sampled) -> bool:

@@ -34,8 +34,7 @@ from areal_lite.workers.marks import REQUEST, marks, waiting_at
 Sampler = Callable[[np.ndarray, SamplingParams], Awaitable[Completion]]
 
 _BEAT_S = 1.0
-# How long a cancelled task may take to end by itself.
-_GRACE_S = 2.0
+_GRACE_S = 2.0  # how long a cancelled task may take to end by itself
 
 
 class Play(msgspec.Struct, tag=True):
@@ -117,8 +116,7 @@ class EpisodeWorker:
         self._closed = asyncio.Event()
         self._calls = count()
         self._answers: dict[int, asyncio.Future[process.Answer]] = {}
-        # Completions that each request waits for.
-        self._asking: Counter[int] = Counter()
+        self._asking: Counter[int] = Counter()  # completions that each request waits for
         # The supervisors and the tasks of the requests, the oldest first.
         self._running: dict[int, tuple[asyncio.Task[None], asyncio.Task[Any]]] = {}
         return self

@@ -44,8 +44,7 @@ STEP_KEYS = (
 """Keys that every training step reports. The trainer may add more."""
 
 _AXES = {"metrics": "step", "evals": "version"}
-# bytes
-_LONGEST_LINE = 1 << 28
+_LONGEST_LINE = 1 << 28  # bytes
 _END_BYTES = 1 << 13  # that are read at first for the newest lines
 _FINISH_TIMEOUT_S = 120.0
 

@@ -69,11 +69,9 @@ _PLAY_AGAIN = (
     " num_trajectories = NULL, kept_bytes = NULL"
 )
 
-# Rows per INSERT. SQLite takes at most 32766 values in a statement.
-_ROWS_AT_ONCE = 1000
+_ROWS_AT_ONCE = 1000  # Rows per INSERT. SQLite takes at most 32766 values in a statement.
 
-# One of the ids in a list.
-_AMONG = "group_id IN (SELECT value FROM json_each(?))"
+_AMONG = "group_id IN (SELECT value FROM json_each(?))"  # one of the ids in a list
 
 
 def _ids(group_ids: Sequence[int]) -> str:

@@ -118,11 +118,9 @@ def checksum(values: Sequence[Any]) -> int:
 _ITEM_BYTES = 4
 _LEVEL = 1
 _TEXTS = msgspec.msgpack.Decoder(tuple[str | None, str | None])
-# Texts are expanded to at most this many bytes.
-_MAX_TEXT_BYTES = 2**30
+_MAX_TEXT_BYTES = 2**30  # texts are expanded to at most this many bytes
 _ROUTES = msgspec.msgpack.Decoder(tuple[tuple[str, tuple[int, int, int]], bytes])
-# The routes of a token have at most this many bytes.
-_MAX_ROUTE_BYTES = 2**16
+_MAX_ROUTE_BYTES = 2**16  # the routes of a token have at most this many bytes
 
 
 def pack_tokens(tokens: np.ndarray) -> bytes:

@@ -46,14 +46,11 @@ from areal_lite.servers.registry import UNTRUSTED, Router, ServerInfo
 
 @dataclass(slots=True)
 class Completion:
-    """A completion in progress: its chunks, and the number of requests that were sent for it.
-
-    `finish_reason` is `abort` until the completion has ended with `stop` or `length`.
-    """
+    """A completion in progress."""
 
     chunks: list[GenerationChunk] = field(default_factory=list)
-    requests: int = 0
-    finish_reason: str = "abort"
+    requests: int = 0  # that were sent for it
+    finish_reason: str = "abort"  # until it has ended with `stop` or `length`
 
     @property
     def tokens(self) -> np.ndarray:
@@ -99,6 +96,7 @@ def request_seed(run_seed: int, request: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+@dataclass(eq=False)
 class RequestGate:
     """Every request to a server passes through this gate: when it is open, to ready servers.
 
@@ -106,18 +104,17 @@ class RequestGate:
     for all. `counts` counts `requests` (sent) and `aborts` (requests that came back unfinished).
     """
 
-    def __init__(self, client: SGLangClient, router: Router, counts: Counter[str], run_id: str):
-        """Make a gate. `run_id` tells this controller from earlier ones on the same servers."""
-        self._run_id = run_id
-        self._client = client
-        self._router = router
-        self._counts = counts
-        self.in_flight = 0
-        self.last_failure: ServerError | None = None
-        self._calls: dict[ServerInfo, set[asyncio.Future]] = defaultdict(set)
-        self._open = asyncio.Event()
+    client: SGLangClient
+    router: Router
+    counts: Counter[str]
+    run_id: str  # tells this controller from earlier ones on the same servers
+    in_flight: int = 0
+    last_failure: ServerError | None = None
+    _calls: dict[ServerInfo, set[asyncio.Future]] = field(default_factory=lambda: defaultdict(set))
+
+    def __post_init__(self) -> None:
+        self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
-        self._idle = asyncio.Event()
         self._idle.set()
 
     def open(self) -> None:
@@ -158,14 +155,14 @@ class RequestGate:
             # After a push in mode `in_place` the cache still holds prefixes that older weights
             # computed. The key keeps them from this request. A push that finds the request in the
             # server's queue makes it start under the new weights, but over the old prefixes.
-            version = self._router.version
-            name, key = f"{rid}-{completion.requests}", f"{self._run_id}-{version}"
-            call = partial(self._client.generate, server, sequence, left, name, key)
+            version = self.router.version
+            name, key = f"{rid}-{completion.requests}", f"{self.run_id}-{version}"
+            call = partial(self.client.generate, server, sequence, left, name, key)
             with self._sending(server, call) as answer:
                 chunk = await answer
-            newest = max(self._router.version, self._router.pushing)
+            newest = max(self.router.version, self.router.pushing)
             _check_versions(server, name, chunk, version, newest)
-            self._counts["aborts"] += chunk.finish_reason == "abort"
+            self.counts["aborts"] += chunk.finish_reason == "abort"
             chunk = _until_its_end(chunk, left)
             if len(chunk.tokens):
                 completion.chunks.append(replace(chunk, kv_version=version))
@@ -185,9 +182,9 @@ class RequestGate:
 
         Raises ServerNotReady.
         """
-        if not self._router.is_ready(server):
+        if not self.router.is_ready(server):
             raise ServerNotReady(server, "was withdrawn or has other weights than the trainer")
-        self._counts["requests"] += 1
+        self.counts["requests"] += 1
         self.in_flight += 1
         self._idle.clear()
         request = asyncio.create_task(call())
@@ -272,41 +269,33 @@ log = logging.getLogger(__name__)
 _WATCH_EVERY_S = 0.5
 
 
+@dataclass(eq=False)
 class Fleet:
     """The servers of a run.
 
     `counts` counts `retries` (requests whose server failed or was not ready), and what
-    RequestGate counts. `taken_over` are servers that an earlier controller has used. `announced`
-    returns the servers that are up, `on_change` is called when servers come or go, and
-    `mark_unhealthy` with a server that has failed and the reason. `seed` is the run's.
+    RequestGate counts. `mark_unhealthy` is called with a server that has failed and the reason.
     """
 
-    def __init__(
-        self,
-        client: SGLangClient,
-        announced: Callable[[], list[ServerInfo]],
-        on_change: Callable[[], None],
-        mark_unhealthy: Callable[[ServerInfo, str], None] = lambda server, reason: None,
-        health_interval_s: float = 5.0,
-        seed: int = 0,
-    ):
-        self._client = client
-        self._announced = announced
-        self._on_change = on_change
-        self._mark_unhealthy = mark_unhealthy
-        self._health_interval_s = health_interval_s
-        self._seed = seed
-        self.router = Router()
-        self.counts: Counter[str] = Counter()
-        # Request ids must differ from those of an earlier controller on the same servers. So must
-        # the keys of their caches: the same version may have had other weights.
-        self._run_id = secrets.token_hex(4)
-        self.gate = RequestGate(client, self.router, self.counts, self._run_id)
-        self._waiting = 0  # calls of `reserve` that wait
-        self._ready = asyncio.Event()
-        self._pushing: list[ServerInfo] = []
-        self._push_changes = 0  # pushes that began or ended
-        self.taken_over: set[ServerInfo] = set()
+    client: SGLangClient
+    announced: Callable[[], list[ServerInfo]]  # returns the servers that are up
+    on_change: Callable[[], None]  # is called when servers come or go
+    mark_unhealthy: Callable[[ServerInfo, str], None] = lambda server, reason: None
+    health_interval_s: float = 5.0
+    seed: int = 0  # of the run
+    router: Router = field(default_factory=Router)
+    counts: Counter[str] = field(default_factory=Counter)
+    taken_over: set[ServerInfo] = field(default_factory=set)  # an earlier controller used them
+    # Request ids must differ from those of an earlier controller on the same servers. So must the
+    # keys of their caches: the same version may have had other weights.
+    _run_id: str = field(default_factory=lambda: secrets.token_hex(4))
+    _waiting: int = 0  # calls of `reserve` that wait
+    _ready: asyncio.Event = field(default_factory=asyncio.Event)
+    _pushing: list[ServerInfo] = field(default_factory=list)
+    _push_changes: int = 0  # pushes that began or ended
+
+    def __post_init__(self) -> None:
+        self.gate = RequestGate(self.client, self.router, self.counts, self._run_id)
 
     @property
     def no_ready_server(self) -> bool:
@@ -320,20 +309,20 @@ class Fleet:
         trainer that goes back to a checkpoint gives other weights the same version. If the trainer
         runs, it ends its push itself, and without one the servers have what they report.
         """
-        servers = self._announced()
-        end_requests = self._client.abort_all if trainer_runs else self._client.reset
+        servers = self.announced()
+        end_requests = self.client.abort_all if trainer_runs else self.client.reset
         if pushing or not trainer_runs:
             self.taken_over = set(servers)
         for error in await _errors(end_requests, servers):
             self.router.mark_failed(error.server)
-            self._mark_unhealthy(error.server, str(error))
+            self.mark_unhealthy(error.server, str(error))
             log.error("%s: left out until it is announced again", error)
 
     async def watch(self) -> None:
         """Monitor every server from its announcement until it is gone. Runs until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                for server in self.router.update_servers(self._announced()):
+                for server in self.router.update_servers(self.announced()):
                     tasks.create_task(self._monitor(server))
                 await asyncio.sleep(_WATCH_EVERY_S)
 
@@ -342,14 +331,14 @@ class Fleet:
             await self._join(server)
             # A server that was withdrawn finishes the requests that it has.
             while self.router.servers.get(server.name) == server or self.gate.in_flight_on(server):
-                await asyncio.sleep(self._health_interval_s)
+                await asyncio.sleep(self.health_interval_s)
                 await self._check_health(server)
         except ServerError as error:
             self._fail(error)
 
     async def _join(self, server: ServerInfo) -> None:
         """Ask `server` for its version, and let it take requests if that is the trainer's."""
-        version = await self._client.weight_version(server)
+        version = await self.client.weight_version(server)
         if server in self.taken_over:
             version = UNTRUSTED  # whatever version it reports
         self.router.record_version(server, version)
@@ -360,7 +349,7 @@ class Fleet:
         else:
             found = "unknown weights" if version == UNTRUSTED else f"version {version}"
             log.info("%s has %s, not %d: it waits for the next push", server, found, current)
-        self._on_change()
+        self.on_change()
 
     async def _check_health(self, server: ServerInfo) -> None:
         # A server that takes weights answers nothing else, and a push has a time-out of its own. A
@@ -368,7 +357,7 @@ class Fleet:
         changes = self._push_changes
         try:
             if server not in self._pushing:
-                await self._client.check_health(server)
+                await self.client.check_health(server)
         except ServerUnreachable:
             if changes == self._push_changes:
                 raise
@@ -413,7 +402,7 @@ class Fleet:
         """
         completion = Completion()
         rid = f"{session.rid}-{session.turns}"
-        params = replace(params, seed=request_seed(self._seed, rid))
+        params = replace(params, seed=request_seed(self.seed, rid))
         refusals: dict[ServerInfo, ServerRefused] = {}
         forgiven: set[ServerInfo] = set()
         # Before any wait, in which another turn of the episode may begin.
@@ -455,14 +444,14 @@ class Fleet:
 
     async def check(self, server: ServerInfo) -> None:
         """Leave a server out that does not answer a health check."""
-        for error in await _errors(self._client.check_health, [server]):
+        for error in await _errors(self.client.check_health, [server]):
             self._fail(error)
 
     async def _lost_only_a_connection(self, error: ServerFailed) -> bool:
         """Return whether a request failed with its connection while its server is healthy."""
         if not isinstance(error, ConnectionLost):
             return False
-        if await _errors(self._client.check_health, [error.server]):
+        if await _errors(self.client.check_health, [error.server]):
             return False
         log.warning("%s: the server is healthy, the request is sent again", error)
         return True
@@ -484,10 +473,10 @@ class Fleet:
         if not was_in_use and not self.gate.in_flight_on(error.server):
             return
         self.gate.cancel(error)
-        self._mark_unhealthy(error.server, str(error))
+        self.mark_unhealthy(error.server, str(error))
         left = len(self.router.servers)
         log.error("%s: left out until it is announced again; servers left: %d", error, left)
-        self._on_change()
+        self.on_change()
 
     def begin_push(self, version: int, servers: list[ServerInfo]) -> None:
         """Record that `servers` take `version` from now on. `finish_push` ends it."""
@@ -511,7 +500,7 @@ class Fleet:
 
     async def abort_all(self) -> None:
         """End all requests on the servers, of which some may be gone."""
-        await _errors(self._client.abort_all, self.router.servers.values())
+        await _errors(self.client.abort_all, self.router.servers.values())
 
 
 async def _errors(

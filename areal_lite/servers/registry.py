@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -76,8 +76,7 @@ def drain_server(run_dir: Path, name: str) -> None:
     _file(run_dir, name).rename(_file(run_dir, name, "draining"))
 
 
-# Cached, so that a malformed file is logged once and not at every look.
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)  # cached, so that a malformed file is logged once and not at every look
 def _parse(path: Path, raw: bytes) -> ServerInfo | None:
     try:
         info = msgspec.json.decode(raw, type=ServerInfo)
@@ -125,21 +124,17 @@ def least_loaded(servers: Iterable[ServerInfo], load: Mapping[str, int]) -> Serv
     return min(servers, key=lambda s: (load[s.name] / s.tensor_parallel, s.name), default=None)
 
 
+@dataclass(eq=False)
 class Router:
-    """The announced servers, the versions that they hold, and their trajectories in flight.
+    """The announced servers, the versions that they hold, and their trajectories in flight."""
 
-    `version` is the trainer's, `pushing` the last whose push has begun. `servers` and `load`
-    (trajectories in flight) are keyed by name, `ready` holds names, `stale` is sorted by name.
-    """
-
-    def __init__(self) -> None:
-        self.version = 0
-        self.pushing = 0
-        self.servers: dict[str, ServerInfo] = {}
-        self.load: Counter[str] = Counter()
-        # Only of servers that reported their version or took a push.
-        self._versions: dict[ServerInfo, int] = {}
-        self._failed: set[ServerInfo] = set()
+    version: int = 0  # the trainer's
+    pushing: int = 0  # the last version whose push has begun
+    servers: dict[str, ServerInfo] = field(default_factory=dict)  # by name
+    load: Counter[str] = field(default_factory=Counter)  # trajectories in flight, by name
+    # Only of servers that reported their version or took a push.
+    _versions: dict[ServerInfo, int] = field(default_factory=dict)
+    _failed: set[ServerInfo] = field(default_factory=set)
 
     def update_servers(self, announced: Iterable[ServerInfo]) -> list[ServerInfo]:
         """Take over the announced servers, without processes that failed. Return the new ones."""
@@ -171,6 +166,7 @@ class Router:
 
     @property
     def ready(self) -> set[str]:
+        """Return the names of the ready servers."""
         return {s.name for s, version in self._versions.items() if version == self.version}
 
     @property

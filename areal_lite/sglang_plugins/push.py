@@ -59,8 +59,7 @@ _ASK_EVERY_S = 0.05
 _PARKED_REST_S = 0.005
 empty_bucket: Callable[..., torch.Tensor] = torch.empty
 """Makes the memory of a bucket. A device may replace it."""
-# Elements of W that are in float32 at a time.
-_AT_A_TIME = 2**24
+_AT_A_TIME = 2**24  # elements of W that are in float32 at a time
 
 
 def install() -> None:

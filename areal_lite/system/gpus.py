@@ -57,10 +57,8 @@ def divide_gpus(gpus: list[str], count: int, size: int) -> list[list[str]]:
     return [gpus[i * size : (i + 1) * size] for i in range(count)]
 
 
-# The wheels of torch and SGLang are built for CUDA 13, which needs this driver.
-MIN_DRIVER = 580
-# The memory of a GPU that a process takes before its first tensor.
-CUDA_CONTEXT = 600 * 2**20
+MIN_DRIVER = 580  # the wheels of torch and SGLang are built for CUDA 13, which needs this driver
+CUDA_CONTEXT = 600 * 2**20  # the memory of a GPU that a process takes before its first tensor
 _TIMEOUT_S = 30.0
 
 

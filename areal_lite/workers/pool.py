@@ -54,8 +54,7 @@ _RECHECK_S = 0.02
 LATE_S = 3.0  # a worker that executes many tasks at once gives a sign of life more often than this
 # A task that was suspected this often fails. After this many restarts it stays with a late worker.
 _MOST_SUSPECTED, _MOST_MOVED = 3, 2
-# Only an endless task asks more.
-_MOST_QUESTIONS = 10_000
+_MOST_QUESTIONS = 10_000  # only an endless task asks more
 # Workers may print a burst to the log, and then so much a second. Faster ones have to wait.
 _OUTPUT_BYTES, _OUTPUT_BYTES_PER_S = 1 << 20, 1 << 16
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')

@@ -58,14 +58,11 @@ class _Message(msgspec.Struct, array_like=True, tag=True, kw_only=True):
 
 
 class Request(_Message):
-    """Work to do. `number` is unique in a pool.
+    """Work to do."""
 
-    `limit_s` bounds the time that its code takes, not the time until the pool answers.
-    """
-
-    number: int
+    number: int  # unique in a pool
     body: msgspec.Raw
-    limit_s: float = math.inf
+    limit_s: float = math.inf  # of its code, without the time until the pool answers
 
 
 class Answer(_Message):
@@ -98,16 +95,13 @@ class Done(_Message):
 
 
 class Failed(_Message):
-    """Request `number` has no result for one of TaskFailed's reasons.
-
-    `is_stuck`: its code goes on, and only the end of the process can end it.
-    """
+    """Request `number` has no result for one of TaskFailed's reasons."""
 
     number: int
     seconds: float
     reason: str
     detail: str
-    is_stuck: bool = False
+    is_stuck: bool = False  # its code goes on, and only the end of the process can end it
 
 
 class Ask(_Message):

@@ -36,8 +36,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITY_VERSION_3 = 0x20080522
 
-# machine -> capset, seccomp.
-_SETUP_CALLS = {"x86_64": (126, 317), "aarch64": (91, 277)}
+_SETUP_CALLS = {"x86_64": (126, 317), "aarch64": (91, 277)}  # machine -> capset, seccomp
 _SECCOMP_SET_FILTER, _SECCOMP_NEW_LISTENER = 1, 8
 
 # Landlock: system calls, access rights and scopes.

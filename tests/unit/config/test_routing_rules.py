@@ -69,5 +69,5 @@ def test_settings_that_contradict_it(settings: dict, message: str) -> None:
 def test_the_servers_of_the_run_return_routes(tmp_path: Path, replay: bool) -> None:
     config = TrainConfig(model="m", algo=AlgoConfig(routing_replay=replay))
     config.server.device = "cpu"
-    (make,) = train_pool(config, tmp_path, {0: []})._make.values()
+    (make,) = train_pool(config, tmp_path, {0: []}).make.values()
     assert ("--enable-return-routed-experts" in make().argv) == replay

@@ -96,7 +96,7 @@ def test_each_start_of_a_server_looks_at_the_free_memory(tmp_path, monkeypatch):
         server=ServerConfig(device="cuda", args={"mem_fraction_static": 0.25}),
         trainer=TrainerConfig(gpu_memory_fraction=0.6),
     )
-    make = train_pool(config, tmp_path, {0: ["0"]})._make["server-0"]
+    make = train_pool(config, tmp_path, {0: ["0"]}).make["server-0"]
     shares = []
     for free in (79000, 31000):
         (tmp_path / "free").write_text(str(free))
@@ -104,7 +104,7 @@ def test_each_start_of_a_server_looks_at_the_free_memory(tmp_path, monkeypatch):
         shares.append(float(argv[argv.index("--mem-fraction-static") + 1]))
     assert shares == [pytest.approx(20000 / 78400, 1e-3), pytest.approx(20000 / 30400, 1e-3)]
     config.trainer.gpu_memory_fraction = None
-    argv = train_pool(config, tmp_path, {0: ["0"]})._make["server-0"]().argv
+    argv = train_pool(config, tmp_path, {0: ["0"]}).make["server-0"]().argv
     assert argv[argv.index("--mem-fraction-static") + 1] == "0.25"
 
 
@@ -176,7 +176,7 @@ def test_a_server_without_a_cuda_compiler_is_refused_before_anything_starts(
 def test_a_server_runs_its_share_and_a_quarter_more(concurrent, servers, expected, tmp_path):
     config = TrainConfig(model="m", server=ServerConfig(count=servers, device="cuda"))
     config.rollout.max_concurrent = concurrent
-    argv = train_pool(config, tmp_path, {0: ["0"]})._make["server-0"]().argv
+    argv = train_pool(config, tmp_path, {0: ["0"]}).make["server-0"]().argv
     assert argv[argv.index("--max-running-requests") + 1] == str(expected)
 
 
@@ -186,16 +186,16 @@ def test_the_requests_of_a_training_run_have_cuda_graphs(device, own, expected, 
     config.rollout.max_concurrent = 1536
     args = {} if own is None else {"max_running_requests": own}
     config.server = ServerConfig(count=6, device=device, args=args)
-    argv = train_pool(config, tmp_path, {0: ["0"]})._make["server-0"]().argv
+    argv = train_pool(config, tmp_path, {0: ["0"]}).make["server-0"]().argv
     for flag in ("--max-running-requests", "--cuda-graph-max-bs-decode"):
         assert argv[argv.index(flag) + 1] == str(expected)
     config.server.device = "cpu"
-    argv = train_pool(config, tmp_path, {0: []})._make["server-0"]().argv
+    argv = train_pool(config, tmp_path, {0: []}).make["server-0"]().argv
     assert ("--max-running-requests" in argv) == (own is not None)
 
 
 def test_servers_wait_for_the_first_push(tmp_path):
     config = TrainConfig(model="m")
     config.server.device = "cpu"
-    argv = train_pool(config, tmp_path, {0: []})._make["server-0"]().argv
+    argv = train_pool(config, tmp_path, {0: []}).make["server-0"]().argv
     assert argv[argv.index("--weight-version") + 1] == "unpushed"
