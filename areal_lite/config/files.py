@@ -47,10 +47,7 @@ def save_config(config: Any, run_dir: Path) -> Path:
 
 
 def load_config(run_dir: Path, schema: type = TrainConfig) -> Any:
-    """Read what `save_config` wrote, as an instance of `schema`, without unknown settings.
-
-    Raises ValueError when the file is missing or does not fit the schema.
-    """
+    """Read what `save_config` wrote as a `schema`, less unknown settings. Raises ValueError."""
     known = as_text(_known(stored_settings(run_dir), schema))
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), known))

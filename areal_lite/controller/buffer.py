@@ -223,7 +223,6 @@ class GroupQueue:
         return len(self._groups)
 
     def put(self, group: Group) -> None:
-        """Add a finished group."""
         assert group.trajectories, "an empty group cannot be trained on"
         bisect.insort(self._groups, group, key=lambda g: g.group_id)
 
@@ -391,10 +390,7 @@ class ReplayBuffer(GroupQueue):
 def drawn_batch(
     drawn: list[list[list[Trajectory]]], version: int, num_shards: int
 ) -> BatchAssignment:
-    """Make the batch of the step at `version` from the episodes of its draws.
-
-    It uses up no groups. Raises ValueError if the shards cannot be equal.
-    """
+    """Make the batch of step `version` from its draws; it uses up no groups. Raises as `deal`."""
     groups = []
     for number, episodes in enumerate(drawn, start=version * len(drawn)):
         # They may come from several rollout groups.

@@ -202,10 +202,8 @@ class Evaluator:
         self.running.add(version)
         evaluation = asyncio.ensure_future(self._evaluate(version))
         try:
-            while not evaluation.done():
-                await asyncio.wait([evaluation], timeout=_CHECK_INTERVAL_S)
-                if not evaluation.done():
-                    await self._check_servers(version)
+            while not (await asyncio.wait([evaluation], timeout=_CHECK_INTERVAL_S))[0]:
+                await self._check_servers(version)
             record = evaluation.result()
             if failures := failed_answers(record):
                 log.warning("evaluation at version %d: %s", version, failures)

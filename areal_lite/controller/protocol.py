@@ -197,9 +197,13 @@ class MessageServer:
         """Handle one call and send its reply. Raises errors that must end the server."""
         has_result = False
         try:
-            reply, frames = await self._handled(call)
+            result = await getattr(self._controller, call.method)(*call.arguments)
             has_result = True
+            result, frames = result if isinstance(result, tuple) else (result, ())
+            reply = Reply(call.number, result)
             await self._send(client, reply, frames)  # may raise before it sends anything
+        except Resync:
+            await self._send(client, Reply(call.number, resync=True))
         except TrainerReplaced:
             self.finished.set()
             return
@@ -216,15 +220,6 @@ class MessageServer:
                 raise
         if has_result and call.method == "finish":
             self.finished.set()
-
-    async def _handled(self, call: Call) -> tuple[Reply, Sequence[Any]]:
-        """Call a method of the controller. Return the reply, and the frames of a batch."""
-        try:
-            result = await getattr(self._controller, call.method)(*call.arguments)
-        except Resync:
-            return Reply(call.number, resync=True), ()
-        result, frames = result if isinstance(result, tuple) else (result, ())
-        return Reply(call.number, result), frames
 
     async def _send(self, client: bytes, reply: Reply, frames: Sequence[Any] = ()) -> None:
         message = [client, msgspec.msgpack.encode(reply), *frames]

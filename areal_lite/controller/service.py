@@ -109,10 +109,7 @@ class Retention:
 
 
 class Controller:
-    """Runs the dispatcher and the fleet. The trainer calls its methods (protocol.py).
-
-    They raise ValueError or RuntimeError to refuse a call.
-    """
+    """Runs dispatcher and fleet for the trainer's calls. ValueError and RuntimeError refuse one."""
 
     def __init__(
         self,

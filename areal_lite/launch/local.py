@@ -97,7 +97,6 @@ class Observer:
 
 
 def observer() -> Observer:
-    """Return the observer of this machine."""
     return load(OBSERVERS, "console") or Observer()
 
 

@@ -465,8 +465,6 @@ async def supervise_until_end(pool: ServerPool, run_dir: Path) -> None:
     servers = asyncio.create_task(pool.supervise())
     while not (servers.done() or pool.is_drained or (run_dir / TOTALS_FILE).exists()):
         await asyncio.sleep(1.0)
-    if servers.done():
-        return servers.result()
     servers.cancel()
     with suppress(asyncio.CancelledError):
         await servers

@@ -34,10 +34,7 @@ class RewardPool(WorkerPool):
     async def score(
         self, completion: str, answer: str, info: dict[str, Any] | None = None
     ) -> float:
-        """Return the reward of a completion, which is finite. `info` is of its prompt.
-
-        Raises TaskFailed if this sample fails, RuntimeError if the pool cannot be used.
-        """
+        """Return the finite reward of a completion; `info` is of its prompt. Raises as `call`."""
         return unpack(await self.call(Sample(completion, answer, info or {})), float)
 
     def depth(self) -> int:

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, SupportsFloat
 
@@ -82,18 +83,10 @@ def execute(
             reward = runner.run(reward)
     except BaseException as error:  # KeyboardInterrupt and CancelledError too
         return "exception", process.short_text("{}: {}", type(error).__name__, error)
-    value = _finite(reward)
-    if value is None:
-        return "bad_result", process.short_text("{!r:.100} is not a finite number", reward)
-    return value
-
-
-def _finite(reward: object) -> float | None:
-    try:
-        value = float(reward) if isinstance(reward, SupportsFloat) else math.nan
-    except Exception:  # too large for a float
-        return None
-    return value if math.isfinite(value) else None
+    with suppress(Exception):  # too large for a float
+        if isinstance(reward, SupportsFloat) and math.isfinite(value := float(reward)):
+            return value
+    return "bad_result", process.short_text("{!r:.100} is not a finite number", reward)
 
 
 def _load(name: str, timeout_s: float) -> RewardFunction:
@@ -102,7 +95,6 @@ def _load(name: str, timeout_s: float) -> RewardFunction:
 
 
 def main() -> None:
-    """Answer requests until standard input ends."""
     pipes, function = process.start_worker(lambda *setup: partial(_load, *setup))
     pid = os.getpid()
     pipes.send(process.Ready())

@@ -44,7 +44,6 @@ class ControllerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def can_admit(self) -> bool:
-        """Return whether a group may start now."""
         return self.capacity is None or self.capacity > 0
 
 

@@ -154,7 +154,6 @@ def needed_since(run_dir: Path) -> int:
 
 
 def stop_requested(run_dir: Path) -> bool:
-    """Return whether the run was asked to stop."""
     return (run_dir / paths.STOP_FILE).exists()
 
 

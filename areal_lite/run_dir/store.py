@@ -88,10 +88,7 @@ class Recovered(NamedTuple):
 
 
 class Store(RunReader):
-    """The store of one run, for one thread at a time.
-
-    Each method is one change or one query. `begin` ... `commit` make several changes one.
-    """
+    """A run's store, for one thread at a time. `begin` ... `commit` make several changes one."""
 
     read_only = False
     # Groups that ended before this time, and of which nothing was learned, have lost their tokens.

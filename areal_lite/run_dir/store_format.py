@@ -385,7 +385,6 @@ class StoreFile:
         self._execute("BEGIN IMMEDIATE")
 
     def commit(self) -> None:
-        """Commit the transaction."""
         self._execute("COMMIT")
 
     def rollback(self) -> None:

@@ -34,7 +34,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import count
 from textwrap import indent
@@ -61,6 +61,8 @@ _FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 _DECODER = msgspec.msgpack.Decoder(process.ToPool)
 Answering = Callable[[msgspec.Raw], Coroutine[Any, Any, msgspec.Raw]]
 """Answers a question of a task, or raises an error that the task is told."""
+Question = tuple[bytes, asyncio.Task[msgspec.Raw]]
+"""The digest of a question, and its answer."""
 
 
 async def _refuse() -> msgspec.Raw:
@@ -77,22 +79,18 @@ class TaskFailed(Exception):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Task:
-    """A piece of work, with its body encoded, and the future of its result.
-
-    `answer` answers its questions. `asked` has the digest and the answer of each, and `unclaimed`
-    has the questions that it has not repeated since its restart.
-    """
+    """A piece of work, with its body encoded, and the future of its result."""
 
     number: int
     body: msgspec.Raw
     limit_s: float
     result: asyncio.Future[msgspec.Raw]
     name: str
-    answer: Answering | None
+    answer: Answering | None  # answers its questions
     suspected: int = 0
     restarts: int = 0
-    asked: list[tuple[bytes, asyncio.Task[msgspec.Raw]]] = field(default_factory=list)
-    unclaimed: list[tuple[bytes, asyncio.Task[msgspec.Raw]]] = field(default_factory=list)
+    asked: list[Question] = field(default_factory=list)
+    unclaimed: list[Question] = field(default_factory=list)  # not repeated since its restart
 
     def ask(self, body: msgspec.Raw) -> asyncio.Task[msgspec.Raw]:
         """Begin to answer a question. Raises ValueError if the task must not ask."""
@@ -395,33 +393,26 @@ class WorkerProcess:
         return process.place_of(places)
 
 
+@dataclass(eq=False, repr=False)
 class WorkerPool:
-    """A pool of `size` processes that execute tasks: `python -m module`, which loads `setup`.
+    """A pool of `size` processes that execute tasks: `python -m module`, which loads `setup`."""
 
-    Messages call it by `name`, the code that it runs. `facts` describe what its workers serve.
-    """
+    name: str  # the code that it runs, in messages
+    module: str
+    setup: tuple[Any, ...]
+    _: KW_ONLY
+    size: int
+    silence_s: float
+    sequential: bool
 
-    def __init__(
-        self,
-        name: str,
-        module: str,
-        setup: tuple[Any, ...],
-        *,
-        size: int,
-        silence_s: float,
-        sequential: bool,
-    ) -> None:
-        self.name = name
-        self.template = process.Template(module, pickle.dumps((size, setup)))
-        self.silence_s = silence_s
-        self.sequential = sequential
+    def __post_init__(self) -> None:
+        self.template = process.Template(self.module, pickle.dumps((self.size, self.setup)))
         self.workers: list[WorkerProcess] = []
-        self.facts: dict[str, Any] = {}
-        self.size = size
+        self.facts: dict[str, Any] = {}  # what its workers serve
         self._queue: deque[Task] = deque()
         self._numbers = count(1)
         self._replacements: set[asyncio.Task[None]] = set()
-        self._unusable: str | None = f"the workers of {name} have not been started"
+        self._unusable: str | None = f"the workers of {self.name} have not been started"
 
     async def __aenter__(self) -> Any:
         await self.start()
@@ -500,7 +491,6 @@ class WorkerPool:
                 worker.send(task)
 
     def settle(self, task: Task, reply: process.Done | process.Failed) -> None:
-        """Give a task its result."""
         if task.result.done():
             return  # the caller was cancelled
         if isinstance(reply, process.Done):
