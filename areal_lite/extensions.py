@@ -15,9 +15,7 @@ COMMANDS = "areal_lite.commands"  # further commands of `areal-lite`
 STAGES = "areal_lite.stages"  # stages of these commands, each a `Command` that runs as a module
 MODES = "areal_lite.modes"  # options of the core's commands that show something in place of a run
 DEVICES = "areal_lite.devices"  # devices without CUDA; the entry `cpu` is a `Device`
-OBSERVERS = (
-    "areal_lite.observers"  # displays of a run; `console` is an `Observer` (launch/local.py)
-)
+OBSERVERS = "areal_lite.observers"  # displays; `console` is an `Observer` (launch/local.py)
 DATA = "areal_lite.data"  # openers of prompts, by `data.source` (data/prompts.py)
 # Ways to train, for `debug`: each has `check(config)`, and `run` as launch/local.py calls it.
 DEBUG_MODES = "areal_lite.debug"

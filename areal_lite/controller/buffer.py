@@ -185,6 +185,7 @@ class AdmissionGate:
         self.accepted = step * self.batch_groups + waiting
 
 
+Traces = list[Trajectory]  # of an episode
 _NO_BOUND = 2**30  # in versions: more steps than any run has
 
 
@@ -318,13 +319,13 @@ class ReplayBuffer(GroupQueue):
         self._group_size = group_size
         self._seed = seed
         # The prompt that was added to last comes last. Of each, the oldest episode comes first.
-        self._prompts: dict[str, list[list[Trajectory]]] = {}
+        self._prompts: dict[str, list[Traces]] = {}
         self._used: set[int] = set()  # ids of rollout groups in the buffer that a step has used
 
     def __len__(self) -> int:
         return sum(len(episodes) > 1 for episodes in self._prompts.values())
 
-    def __iter__(self) -> Iterator[list[list[Trajectory]]]:
+    def __iter__(self) -> Iterator[list[Traces]]:
         """Iterate over the episodes of each prompt."""
         return iter(self._prompts.values())
 
@@ -341,7 +342,7 @@ class ReplayBuffer(GroupQueue):
     def put(self, group: Group, used: bool = False) -> None:
         """Add a finished group. `used` says that a step has used it, before a resume."""
         before = self._prompts.pop(group.prompt_id, [])
-        distinct: dict[tuple[bytes, ...], list[Trajectory]] = {}
+        distinct: dict[tuple[bytes, ...], Traces] = {}
         for traces in reversed([*before, *group.episodes]):
             distinct.setdefault(tuple(t.tokens.tobytes() for t in traces), traces)
         newest = list(distinct.values())[: self._config.capacity]
@@ -375,9 +376,7 @@ class ReplayBuffer(GroupQueue):
             chosen[next(prompt_id for prompt_id in candidates if prompt_id not in chosen)] = recent
         return list(chosen.items())
 
-    def _draw(
-        self, prompt_id: str, recent: bool, rng: np.random.Generator
-    ) -> list[list[Trajectory]]:
+    def _draw(self, prompt_id: str, recent: bool, rng: np.random.Generator) -> list[Traces]:
         """Draw as many episodes of one prompt as a group has, oldest first."""
         held = self._prompts[prompt_id]
         if recent:
@@ -387,9 +386,7 @@ class ReplayBuffer(GroupQueue):
         return [held[i] for i in sorted(best.tolist())]
 
 
-def drawn_batch(
-    drawn: list[list[list[Trajectory]]], version: int, num_shards: int
-) -> BatchAssignment:
+def drawn_batch(drawn: list[list[Traces]], version: int, num_shards: int) -> BatchAssignment:
     """Make the batch of step `version` from its draws; it uses up no groups. Raises as `deal`."""
     groups = []
     for number, episodes in enumerate(drawn, start=version * len(drawn)):

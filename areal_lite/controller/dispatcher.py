@@ -335,19 +335,18 @@ class Dispatcher:
 
     async def _drop_empty(self, submission: _Submission, failure: str) -> None:
         """Drop a group without a trajectory, and have its prompt drawn again."""
+        group_id, index = submission.group_id, submission.prompt_index
         self.counts["empty_groups"] += 1
-        self._lost_prompts.add(submission.prompt_index)
+        self._lost_prompts.add(index)
         if len(self._lost_prompts) > 2 * self._batch_groups:
             raise RuntimeError(
                 f"all groups of {len(self._lost_prompts)} prompts in a row lost all their "
                 f"rollouts; the last one: {failure}"
             )
-        await self._store.submit(
-            Store.drop, submission.group_id, f"empty: {failure}", self._clock()
-        )
-        if submission.prompt_index not in self.sampler.retired:
-            self.sampler.put_back(submission.prompt_index)
-        self._reject(submission.group_id)
+        await self._store.submit(Store.drop, group_id, f"empty: {failure}", self._clock())
+        if index not in self.sampler.retired:
+            self.sampler.put_back(index)
+        self._reject(group_id)
 
     def _on_filtered(self, reason: str) -> None:
         """Count a filtered group. Raises RuntimeError after too many in a row."""

@@ -3,10 +3,8 @@
 * A server is `python -m areal_lite.launch.serve` with SGLang's own flags, in a process group of its
   own. It serves token ids only. In a run it is stale until the trainer's first push, even of
   version 0. Nothing of it outlives `ServerProcess.stop`, or the process that started it.
-* A server is announced from its first answer until it dies or is marked unhealthy. The controller
-  marks a server that hangs (servers/fleet.py); here it is killed.
-* A lost server is started again, and a drained one is not (docs/servers.md, Servers that come and
-  go). A server that never came up ends the whole pool: a restart would not mend its configuration.
+* docs/servers.md (Servers that come and go) says when it is announced, killed and started again. A
+  server that never came up ends the whole pool: a restart would not mend its configuration.
 
 As a module it runs servers of a run that was started elsewhere (prepare.py), on the GPUs that this
 process sees. With `until-end` they end when the trainer has ended well, and free their GPUs.

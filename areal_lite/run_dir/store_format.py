@@ -317,6 +317,9 @@ _NOT_WRITABLE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IO
 _DISK_REMEDY = "make room on its disk, or make it writable, then continue with resume=auto"
 
 
+Values = Sequence[Any] | Mapping[str, Any]  # of a statement, by place or by name
+
+
 class StoreError(ValueError):
     """The store cannot be read or written. The message names the file and the remedy."""
 
@@ -368,14 +371,12 @@ class StoreFile:
             remedy = _DISK_REMEDY if code in _NOT_WRITABLE else REMEDY
             raise StoreError(f"{self._path}: {reason}: {remedy}") from error
 
-    def _execute(self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> int:
+    def _execute(self, statement: str, values: Values = ()) -> int:
         """Execute a statement and return the number of changed rows."""
         with self._explained():
             return self._db.execute(statement, values).rowcount
 
-    def _query(
-        self, query: str, values: Sequence[Any] | Mapping[str, Any] = ()
-    ) -> Iterator[tuple[Any, ...]]:
+    def _query(self, query: str, values: Values = ()) -> Iterator[tuple[Any, ...]]:
         with self._explained():
             yield from self._db.execute(query, values)
 
@@ -392,9 +393,7 @@ class StoreFile:
         if self._db.in_transaction:
             self._execute("ROLLBACK")
 
-    def _rows(
-        self, query: str, values: Sequence[Any] | Mapping[str, Any] = ()
-    ) -> Iterator[dict[str, Any]]:
+    def _rows(self, query: str, values: Values = ()) -> Iterator[dict[str, Any]]:
         with self._explained():
             cursor = self._db.execute(query, values)
             names = [column[0] for column in cursor.description]

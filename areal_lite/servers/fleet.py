@@ -2,9 +2,8 @@
 
     Transcript -> Fleet (chooses servers) -> RequestGate (one completion) -> SGLangClient
 
-* A server has failed when its scheduler does not answer a health check, when its connection breaks,
-  when its answer is not exactly the expected one (client.py), or when it refuses what another
-  server accepts. It is marked unhealthy, so that the process that started it replaces it.
+* A server that has failed (docs/servers.md, Servers that come and go) is marked unhealthy, so that
+  the process that started it replaces it.
 * A completion is made of as many requests as it takes. After an abort (a push in mode `abort`) or
   the failure of its server, the prompt and the tokens so far are sent again with the rest of the
   budget. Each token carries the version that the *server* reports for it
