@@ -259,7 +259,7 @@ class Batches:
 
 
 # What is also reported of each data source.
-_BY_SOURCE = ("reward_mean", "uniform_groups_share", "length_mean", "trajectories")
+_BY_SOURCE = ("groups", "reward_mean", "uniform_groups_share", "length_mean", "trajectories")
 
 
 def batch_stats(
@@ -310,16 +310,11 @@ def batch_stats(
 
 def source_stats(groups: Sequence[Group], sources: Sequence[str]) -> dict[str, float]:
     """Describe the groups of each named data source that has any, as `key/NAME`."""
-    by_source: dict[str, list[Group]] = {}
-    for group in groups:
-        by_source.setdefault(group.prompt_id.partition("/")[0], []).append(group)
     stats: dict[str, float] = {}
     for name in filter(None, sources):
-        if own := by_source.get(name):
-            stats[of_source("groups", name)] = len(own)
-            for key, value in batch_stats(own, 0, None).items():
-                if key in _BY_SOURCE:
-                    stats[of_source(key, name)] = value
+        if own := [group for group in groups if group.prompt_id.startswith(f"{name}/")]:
+            facts = {"groups": len(own), **batch_stats(own, 0, None)}
+            stats |= {of_source(key, name): facts[key] for key in _BY_SOURCE}
     return stats
 
 

@@ -161,8 +161,7 @@ def judge_facts(sources: Mapping[str, Source]) -> dict[str, float]:
     for judge in judges:
         judge.counts, judge.seconds = Counter(), []
     p50_s, p99_s = np.percentile(seconds or [np.nan], [50, 99]).tolist()
-    names = ("calls", "failed", "cached", "tokens")
-    facts = {f"judge_{name}": counts[name] for name in names}
+    facts = {f"judge_{name}": counts[name] for name in ("calls", "failed", "cached", "tokens")}
     return {**facts, "judge_p50_s": p50_s, "judge_p99_s": p99_s}
 
 
@@ -183,8 +182,7 @@ class Quarantine:
     @property
     def indices(self) -> set[int]:
         """Return the sampler's indices of the training prompts that are held."""
-        indices = (line["prompt_index"] for line in self.held.values())
-        return {index for index in indices if index is not None}
+        return {line["prompt_index"] for line in self.held.values()} - {None}
 
     def record(self, prompt_id: str, rollouts: Sequence[Rollout], index: int | None = None) -> bool:
         """Record what became of a prompt's group, and return whether it is held from now on."""

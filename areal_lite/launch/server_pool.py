@@ -207,7 +207,7 @@ class ServerProcess:
         self._process.wait()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ServerPool:
     """Supervised servers. A context manager: the servers run as long as the block does."""
 

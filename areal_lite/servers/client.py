@@ -254,7 +254,8 @@ class SGLangClient:
 
     async def count_requests(self, server: ServerInfo) -> int:
         """Return how many requests run or wait on the server, as of its latest step."""
-        return await self._get(server, "/v1/loads?include=core", parse_loads)
+        found = await self._get(server, "/v1/loads?include=core", _LOADS.decode)
+        return sum(one.num_running_reqs + one.num_waiting_reqs for one in found.loads)
 
     async def abort_all(self, server: ServerInfo) -> None:
         """End all requests of the server."""
@@ -477,11 +478,6 @@ def parse_model_info(raw: bytes) -> int:
     """Return the weight version in the answer to GET /model_info; UNTRUSTED before a push."""
     version = _MODEL_INFO.decode(raw).weight_version
     return UNTRUSTED if version == UNPUSHED else _parse_version(version)
-
-
-def parse_loads(raw: bytes) -> int:
-    """Return the number of requests in the answer to GET /v1/loads."""
-    return sum(one.num_running_reqs + one.num_waiting_reqs for one in _LOADS.decode(raw).loads)
 
 
 parse_server_info = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

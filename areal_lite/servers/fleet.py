@@ -95,7 +95,7 @@ def request_seed(run_seed: int, request: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RequestGate:
     """Every request to a server passes through this gate: when it is open, to ready servers.
 
@@ -268,7 +268,7 @@ log = logging.getLogger(__name__)
 _WATCH_EVERY_S = 0.5
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Fleet:
     """The servers of a run.
 

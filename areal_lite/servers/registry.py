@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from areal_lite.system.files import write_atomically
+from areal_lite.system.files import read_regular, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +60,8 @@ def announced_servers(run_dir: Path, kind: str = "json") -> list[ServerInfo]:
     """
     servers = []
     for path in announcements(run_dir, kind):
-        with suppress(OSError):  # withdrawn after it was listed
-            if path.is_file():  # a pipe would block
-                servers.append(_parse(path, path.read_bytes()))
+        with suppress(OSError):  # withdrawn after it was listed, or a pipe, which would block
+            servers.append(_parse(path, read_regular(path)))
     return [server for server in servers if server]
 
 
@@ -124,7 +123,7 @@ def least_loaded(servers: Iterable[ServerInfo], load: Mapping[str, int]) -> Serv
     return min(servers, key=lambda s: (load[s.name] / s.tensor_parallel, s.name), default=None)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Router:
     """The announced servers, the versions that they hold, and their trajectories in flight."""
 
