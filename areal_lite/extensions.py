@@ -48,14 +48,12 @@ def names(group: str) -> list[str]:
 @cache
 def load(group: str, name: str) -> Any:
     """Import an entry and return its object; None if no installed package has it."""
-    found = [entry for entry in entry_points(group=group) if entry.name == name]
-    return found[0].load() if found else None
+    return next((entry.load() for entry in entry_points(group=group, name=name)), None)
 
 
 def cpu_device() -> Device:
     """Return the device `cpu`. Raises ValueError if no installed package has it."""
-    device = load(DEVICES, "cpu")
-    if device is None:
+    if (device := load(DEVICES, "cpu")) is None:
         raise ValueError(
             "nothing here computes without a GPU: install the part that does "
             "(pip install 'areal-lite[cpu]'), or use a machine with a GPU"

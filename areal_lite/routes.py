@@ -51,8 +51,7 @@ def join_routes(parts: Sequence[np.ndarray | None], lengths: Sequence[int]) -> n
     The tokens of a part that is None have no record. Returns None if all parts are None. Raises
     ValueError for routes of different models.
     """
-    known = [part for part in parts if part is not None]
-    if not known:
+    if not (known := [part for part in parts if part is not None]):
         return None
     if len({(part.shape[1:], part.dtype) for part in known}) > 1:
         found = sorted({f"{part.dtype}{list(part.shape[1:])}" for part in known})

@@ -104,8 +104,7 @@ def switches(command: str) -> dict[str, str]:
 
 def overrides_of(command: str, args: list[str]) -> list[str]:
     """Return the overrides for arguments without options. Raises ValueError for too many words."""
-    found = find_command(command)
-    if found.words is None:
+    if (found := find_command(command)).words is None:
         return args  # Hydra says what is wrong with a word
     # `~key` is Hydra's way to remove a key.
     words = [arg for arg in args if "=" not in arg and not arg.startswith("~")]

@@ -59,8 +59,7 @@ def _allowed(setting: Setting, hint: Any) -> str:
     if setting.choices:
         own = ("module:name",) if setting.importable else ()
         return ", ".join((*setting.choices, *own))
-    nullable = get_origin(hint) in (Union, types.UnionType)
-    if nullable:
+    if nullable := get_origin(hint) in (Union, types.UnionType):
         hint = next(kind for kind in get_args(hint) if kind is not type(None))
     text = _TYPES.get(hint) or ("list" if get_origin(hint) is list else "keys and values")
     if setting.within:

@@ -32,8 +32,6 @@ from areal_lite.workers.pool import TaskFailed
 log = logging.getLogger(__name__)
 Interval = tuple[float, float]
 
-ALL_SOURCES = "all"  # the `name` of an evaluation of several data sources
-
 _Z = 1.959963984540054  # the 97.5 % quantile of the normal distribution
 _CHECK_INTERVAL_S = 0.5
 
@@ -237,7 +235,7 @@ class Evaluator:
             sets[name] = await score(replace(source, eval_prompts=prompts), name)
         data = self.config.data
         return {
-            "name": ALL_SOURCES if data.sources else data.source,
+            "name": "all" if data.sources else data.source,
             "version": version,
             **pooled(list(by_source.values())).record(),
             **({"sets": {name: scores.record() for name, scores in sets.items()}} if sets else {}),

@@ -102,14 +102,13 @@ class Retention:
 
     def _held(self) -> list[int] | None:
         """Return the groups that a replay buffer holds or is about to get; None without one."""
-        queue = self.batches.queue
-        if not isinstance(queue, ReplayBuffer):
+        if not isinstance(queue := self.batches.queue, ReplayBuffer):
             return None
         return list(queue.group_ids | self.dispatcher.running)
 
 
 class Controller:
-    """Runs dispatcher and fleet for the trainer's calls. ValueError and RuntimeError refuse one."""
+    """Runs dispatcher and fleet. The trainer calls it; ValueError or RuntimeError refuse a call."""
 
     def __init__(
         self,

@@ -85,16 +85,13 @@ async def open_sources(config: Sampled, run_dir: Path) -> AsyncIterator[dict[str
     splits: list[Split] = [split for split in wanted if wanted[split]]
     sources: dict[str, Source] = {}
     async with AsyncExitStack() as pools:
+        start = pools.enter_async_context
         for name, own in source_configs(config).items():
             with naming(name):
                 reward = own.reward
                 same = (s.rewards for s in sources.values() if s.config.reward == reward)
-                rewards = next(same, None) or await pools.enter_async_context(
-                    _reward_pool(reward, run_dir)
-                )
-                episodes = None
-                if needs_workers(own):
-                    episodes = await pools.enter_async_context(EpisodePool(own, splits))
+                rewards = next(same, None) or await start(_reward_pool(reward, run_dir))
+                episodes = await start(EpisodePool(own, splits)) if needs_workers(own) else None
                 remote = episodes.facts["prompts"] if episodes else {}
                 sets: dict[Split, PromptSet | RemotePrompts] = {
                     split: RemotePrompts(*remote[split])
@@ -186,8 +183,7 @@ class Quarantine:
 
     def record(self, prompt_id: str, rollouts: Sequence[Rollout], index: int | None = None) -> bool:
         """Record what became of a prompt's group, and return whether it is held from now on."""
-        hazards = [rollout.failure for rollout in rollouts if rollout.is_hazard]
-        if hazards:
+        if hazards := [rollout.failure for rollout in rollouts if rollout.is_hazard]:
             self._hazards[prompt_id] += len(hazards)
         if all(rollout.failure for rollout in rollouts):
             self._lost[prompt_id] += 1
@@ -213,8 +209,7 @@ Playing = dict[int, tuple[str, float, "Source"]]
 def longest_wait(playing: Playing) -> str:
     """Name the episode that has been played longest, and where it waits; "" if it is young."""
     for name, began_at, source in playing.values():
-        seconds = asyncio.get_running_loop().time() - began_at
-        if seconds < _NAMED_AFTER_S:
+        if (seconds := asyncio.get_running_loop().time() - began_at) < _NAMED_AFTER_S:
             break
         where = source.episodes.place(name) if source.episodes else ""
         return f"{name} for {seconds:.0f} s{f' at {where}' if where else ''}"

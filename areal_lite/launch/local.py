@@ -426,8 +426,7 @@ class Restarts:
 
     def _decide(self, failed: ProcessFailed) -> Restart:
         self._record(failed)
-        decision = decide(self._failures, self._config.restart.max)
-        if isinstance(decision, str):
+        if isinstance(decision := decide(self._failures, self._config.restart.max), str):
             raise self._end(failed, decision)
         return decision
 

@@ -68,8 +68,7 @@ def begin(run_dir: Path) -> int:
 
 def _begin(run_dir: Path) -> int:
     resume.set_aside_damaged(run_dir)
-    version = resume.start_version(run_dir)
-    if version >= load_config(run_dir).trainer.steps:
+    if (version := resume.start_version(run_dir)) >= load_config(run_dir).trainer.steps:
         print(f"the run is complete: it has a checkpoint of step {version}", file=sys.stderr)
         if not (run_dir / SUMMARY_FILE).exists():  # it was stopped before `end`
             end(run_dir)

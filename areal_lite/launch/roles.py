@@ -131,8 +131,7 @@ class Roles:
         # Gloo uses loopback in a world of one, too: rank 0 also connects to the servers.
         common = {"GLOO_SOCKET_IFNAME": "lo", **rank_environment(on_gpu=bool(gpus))}
         common |= gpu_environment(gpus)
-        world = config.world_size
-        if world == 1:
+        if (world := config.world_size) == 1:
             return [self.start_module("trainer", module, env=common)]
         common |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
         common |= {"MASTER_PORT": str(free_port())}

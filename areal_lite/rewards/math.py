@@ -290,8 +290,7 @@ def _parse_answer(answer: str) -> list:
     boxed = f"\\boxed{{{answer}}}"
     # In a text Math-Verify looks for the last number: it would take the 2 of y=2x.
     texts = (answer, boxed) if _TEXT.search(answer) else (boxed, answer)
-    gold = _parse(texts[0]) or _parse(texts[1])
-    if not gold:
+    if not (gold := _parse(texts[0]) or _parse(texts[1])):
         raise ValueError(f"there is no mathematics in the answer {answer!r}")
     return gold
 

@@ -148,8 +148,7 @@ async def _drive(
 
 async def _run(code: str, given: str, tests: Tests, deadline: float) -> Outcome | None:
     """Run `code` until the deadline; None after it."""
-    left = deadline - time.monotonic()
-    if left <= 0:
+    if (left := deadline - time.monotonic()) <= 0:
         return None
     size = _OUTPUT_BYTES + 2 * sum(len(json.dumps(result)) for result in tests.expected)
     # The driver keeps the input of a test in a file, and its output in another one.
@@ -167,8 +166,7 @@ def extract_program(completion: str, starts: bool = True) -> str:
     earlier ones. What a model thinks (until `</think>`) has no program.
     """
     text = completion.rpartition("</think>")[2]
-    blocks = list(_blocks(text))
-    if not blocks:
+    if not (blocks := list(_blocks(text))):
         return text
     tagged = [source for language, source in blocks if _PYTHON.fullmatch(language)]
     untagged = [source for language, source in blocks if not language]
@@ -331,8 +329,7 @@ def _tests(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _statements(source: str) -> str:
     """Return tests that are statements. Raises ValueError if they cannot fail."""
-    tree = _parsed(source)
-    if tree is None:
+    if (tree := _parsed(source)) is None:
         raise ValueError("it is neither JSON nor Python")
     if not any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(tree)):
         raise ValueError("its statements assert nothing")

@@ -139,8 +139,7 @@ async def play(workflow: Workflow, episodes: Sequence[Episode]) -> list[Rollout]
     """Play one episode, or a group if the workflow is grouped; check and number the traces."""
     try:
         if is_grouped(workflow):
-            results = await workflow(list(episodes))
-            if len(results) != len(episodes):
+            if len(results := await workflow(list(episodes))) != len(episodes):
                 raise ValueError(
                     f"a grouped workflow returned {len(results)} results for {len(episodes)} "
                     "episodes"

@@ -144,8 +144,7 @@ class EpisodeWorker:
             self._pipes.send(process.Ready(error=failure))
 
     def _receive(self) -> None:
-        messages = self._pipes.receive()
-        if messages is None:
+        if (messages := self._pipes.receive()) is None:
             asyncio.get_running_loop().remove_reader(self._pipes.frames)
             self._closed.set()
         for message in messages or ():
@@ -210,8 +209,7 @@ class EpisodeWorker:
             return process.pack(await play(self._workflow, episodes))
         if isinstance(body, FetchPrompt):
             return process.pack(self._prompts[body.split][body.index])
-        reason = self._filters[body.filter](body.group)
-        if not isinstance(reason, str | None):
+        if not isinstance(reason := self._filters[body.filter](body.group), str | None):
             raise TypeError(f"{body.filter} returned {reason!r:.100}, not a string or None")
         return process.pack(reason)
 

@@ -131,8 +131,7 @@ class MetricsLog:
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append the record of a training step. Raises ValueError if it lacks one of STEP_KEYS."""
-        missing = [key for key in STEP_KEYS if key not in record]
-        if missing:
+        if missing := [key for key in STEP_KEYS if key not in record]:
             raise ValueError(f"the record of a training step lacks {', '.join(missing)}")
         record = to_plain({"logged_at": steady_time(), **record})
         # A checkpoint of this step must not outlive its line.

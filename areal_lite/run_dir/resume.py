@@ -216,8 +216,7 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _lock(run_dir: Path, name: str) -> IO[bytes]:
-    file = _open(run_dir / name)
-    if not try_lock(file, fcntl.LOCK_EX):
+    if not try_lock(file := _open(run_dir / name), fcntl.LOCK_EX):
         file.close()
         raise ValueError(
             f"run_dir={run_dir}: a run is going on there, end it first or choose another folder"

@@ -135,8 +135,7 @@ def pack_logprobs(logprobs: np.ndarray) -> bytes:
 
 def unpack(packed: bytes, dtype: type, length: int) -> np.ndarray:
     """Return the array of `length` items of `dtype`. Raises ValueError for any other content."""
-    planes = _expand(packed, _ITEM_BYTES * length)
-    if len(planes) != _ITEM_BYTES * length:
+    if len(planes := _expand(packed, _ITEM_BYTES * length)) != _ITEM_BYTES * length:
         raise ValueError(f"{len(planes)} bytes are packed, not those of {length} tokens")
     items = np.frombuffer(planes, np.uint8).reshape(_ITEM_BYTES, length).T
     return np.ascontiguousarray(items).view(dtype).reshape(length)

@@ -71,8 +71,7 @@ def server_errors(calls: Iterable[Future[Any]]) -> list[ServerError]:
     """Wait for `calls` and return their errors. Raises an error that is not a ServerError."""
     errors = []
     for call in calls:
-        error = call.exception()
-        if isinstance(error, ServerError):
+        if isinstance(error := call.exception(), ServerError):
             errors.append(error)
         elif error is not None:
             raise error

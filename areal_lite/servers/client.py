@@ -445,8 +445,7 @@ def _check(chunk: GenerationChunk, params: SamplingParams) -> None:
 def _token_versions(meta: _Meta) -> np.ndarray:
     """Return the weight version of each token, int32 [n]."""
     count = len(meta.output_token_logprobs)
-    spans = meta.weight_versions
-    if spans is None:
+    if (spans := meta.weight_versions) is None:
         # Servers before 0.5.19 report one version per request.
         spans = [_Span(meta.weight_version, 0, count)]
     versions = np.empty(count, np.int32)

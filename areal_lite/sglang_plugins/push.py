@@ -162,8 +162,7 @@ def _leave_group(original: Callable, self: Any, group_name: str) -> tuple[bool, 
     """Leave a weight group. It succeeds if this server has left already."""
     if not group_name.startswith(weight_group.GROUP_PREFIX):
         return original(self, group_name)
-    member = self._model_update_group.pop(group_name, None)
-    if member is not None:
+    if (member := self._model_update_group.pop(group_name, None)) is not None:
         member.abort()
     return True, f"left weight group {group_name}"
 

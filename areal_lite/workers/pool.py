@@ -97,8 +97,7 @@ class Task:
         if self.answer is None:
             raise ValueError("it asked something")
         question = hashlib.blake2b(bytes(body), digest_size=16).digest()
-        known = next((one for one in self.unclaimed if one[0] == question), None)
-        if known:
+        if known := next((one for one in self.unclaimed if one[0] == question), None):
             self.unclaimed.remove(known)
         elif len(self.asked) == _MOST_QUESTIONS:
             return asyncio.create_task(_refuse())
@@ -371,8 +370,7 @@ class WorkerProcess:
         """Return the tasks that end with the process."""
         if self._pool.sequential:
             return list(self.tasks.values())[:1]
-        marked = self._marked()
-        if len(marked) == 1:
+        if len(marked := self._marked()) == 1:
             return list(marked)
         suspects = marked or self.tasks.values()
         for task in suspects:
@@ -486,8 +484,7 @@ class WorkerPool:
             worker = min(usable, key=lambda w: (w.is_late, len(w.tasks)), default=None)
             if worker is None or len(worker.tasks) >= self.depth():
                 return
-            task = self._queue.popleft()
-            if not task.result.cancelled():
+            if not (task := self._queue.popleft()).result.cancelled():
                 worker.send(task)
 
     def settle(self, task: Task, reply: process.Done | process.Failed) -> None:
@@ -544,6 +541,5 @@ class WorkerPool:
 
     def _fail_queue(self) -> None:
         while self._queue:
-            task = self._queue.popleft()
-            if not task.result.done():
+            if not (task := self._queue.popleft()).result.done():
                 task.result.set_exception(RuntimeError(self._unusable))

@@ -121,8 +121,7 @@ class _Supervisor:
         os.close(self._listener)
 
     def _answer(self) -> None:
-        events = self._poll.poll(0)
-        if not events:
+        if not (events := self._poll.poll(0)):
             return
         if not events[0][1] & select.POLLIN:  # the program has ended
             self._loop.remove_reader(self._listener)
