@@ -157,8 +157,7 @@ def source_configs(config: C) -> dict[str, C]:
 def longest_sequence(config: Any) -> int:
     """Count the tokens of the longest sequence that a run can have."""
     sources = source_configs(config).values()
-    longest_prompt = max(source.data.max_prompt_tokens for source in sources)
-    return longest_prompt + config.rollout.max_new_tokens
+    return max(source.data.max_prompt_tokens for source in sources) + config.rollout.max_new_tokens
 
 
 def sampling_of_evaluation(config: Any) -> Sampling:

@@ -49,8 +49,7 @@ class ControllerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 def write_status(run_dir: Path, status: ControllerStatus) -> None:
     """Replace the status of a run. A crash of the machine may lose it."""
-    path = run_dir / CONTROLLER_STATUS_FILE
-    write_atomically(path, msgspec.json.encode(status), durable=False)
+    write_atomically(run_dir / CONTROLLER_STATUS_FILE, msgspec.json.encode(status), durable=False)
 
 
 def read_status(run_dir: Path) -> ControllerStatus | None:

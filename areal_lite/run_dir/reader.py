@@ -89,8 +89,7 @@ class RunReader(StoreFile):
             FROM groups LEFT JOIN (SELECT group_id, count(*) AS episodes FROM trajectories
                                    WHERE trace_index = 0 GROUP BY group_id) USING (group_id)
         """
-        names = ("empty_groups", "failed_rollouts")
-        return dict(zip(names, next(self._query(query))))
+        return dict(zip(("empty_groups", "failed_rollouts"), next(self._query(query))))
 
     def groups(self) -> Iterator[dict[str, Any]]:
         """Yield the row of each group as a dict, in the order of admission."""

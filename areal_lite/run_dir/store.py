@@ -299,8 +299,7 @@ class Store(RunReader):
                 self._group(row)
             except DamagedGroup as error:
                 log.warning("dropped group %d: %s", row["group_id"], error)
-                only = f"group_id = {row['group_id']}"
-                self._execute(f"{lose} WHERE {only}", values)
+                self._execute(f"{lose} WHERE group_id = {row['group_id']}", values)
 
     def _sampler_state(self) -> tuple[int, list[int], list[tuple[int, int]]]:
         """Return `drawn`, `put_back` and `draws` of Recovered. Check the admission of all groups.

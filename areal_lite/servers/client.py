@@ -336,8 +336,7 @@ class SGLangClient:
         if response.status == 200:
             return raw
         reason = f"{path} answered {response.status}: {raw.decode(errors='replace')}"
-        refused = 400 <= response.status < 500
-        raise (ServerRefused if refused else ServerFailed)(server, reason)
+        raise (ServerRefused if 400 <= response.status < 500 else ServerFailed)(server, reason)
 
 
 async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:

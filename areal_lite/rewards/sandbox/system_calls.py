@@ -213,8 +213,7 @@ def notify_filter(machine: str) -> bytes:
     code = _begin(machine)
     for call in CALLS:
         if call.name in CREATIONS:
-            rules = CREATIONS[call.name]
-            code += _branch(number_of(call, machine), rules, 0, _NOTIFY, _ALLOW)
+            code += _branch(number_of(call, machine), CREATIONS[call.name], 0, _NOTIFY, _ALLOW)
     return _assemble([*code, (_RETURN, 0, 0, _ALLOW)])
 
 
