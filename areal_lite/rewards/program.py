@@ -137,12 +137,10 @@ async def _drive(
     """Return the results of driver.py, and whether its process ended without an error."""
     task = {"program": program, "time_s": tests.time_limit_s, **task}
     outcome = await _run(_DRIVER, json.dumps(task), tests, deadline)
-    results = []
-    for line in outcome.stdout.splitlines() if outcome else ():
-        try:
+    results: list[Any] = []
+    with suppress(ValueError):  # a limit ended it in this line
+        for line in outcome.stdout.splitlines() if outcome else ():
             results.append(json.loads(line))
-        except ValueError:  # a limit ended it in this line
-            break
     return results, outcome is not None and outcome.ok
 
 

@@ -8,51 +8,48 @@ import asyncio
 import atexit
 import functools
 import os
-import threading
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 from areal_lite.servers.client import ServerError, ServerUnreachable, SGLangClient
 from areal_lite.servers.registry import ServerInfo
+from areal_lite.system.processes import start_daemon
 
 _CLOSE_TIMEOUT_S = 1.0
 
 
-class _Background:
-    """An event loop on a daemon thread, and its client. A forked process makes its own."""
+@functools.cache
+def _background(pid: int) -> tuple[asyncio.AbstractEventLoop, SGLangClient]:
+    """Start an event loop on a daemon thread, and its client. A forked process has its own."""
+    loop = asyncio.new_event_loop()
+    start_daemon(loop.run_forever)
 
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True, name="server calls").start()
-        self.client: SGLangClient = self.start(self._make_client()).result()
-        self._pid = os.getpid()
-        atexit.register(self._close)
-
-    def start(self, call: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(call, self.loop)
-
-    async def _make_client(self) -> SGLangClient:
+    async def make_client() -> SGLangClient:
         return SGLangClient(timeout_s=10.0)  # each call brings its own time-out
 
-    def _close(self) -> None:
-        if os.getpid() == self._pid:  # the thread does not live on in a forked process
-            with suppress(TimeoutError):
-                self.start(self.client.close()).result(_CLOSE_TIMEOUT_S)
+    client = asyncio.run_coroutine_threadsafe(make_client(), loop).result()
+    atexit.register(_close, pid)
+    return loop, client
 
 
-@functools.cache
-def _background(pid: int) -> _Background:
-    return _Background()
+def _close(pid: int) -> None:
+    if os.getpid() == pid:  # the thread does not live on in a forked process
+        with suppress(TimeoutError):
+            _start(SGLangClient.close).result(_CLOSE_TIMEOUT_S)
+
+
+def _start(call: Callable[[SGLangClient], Coroutine[Any, Any, Any]]) -> Future[Any]:
+    loop, client = _background(os.getpid())
+    return asyncio.run_coroutine_threadsafe(call(client), loop)
 
 
 def start_post(
     server: ServerInfo, path: str, body: dict[str, Any], timeout_s: float
 ) -> Future[Any]:
     """POST `body` as JSON, and return the future of the decoded answer (None if it is empty)."""
-    background = _background(os.getpid())
-    return background.start(background.client.post(server, path, body, timeout_s))
+    return _start(lambda client: client.post(server, path, body, timeout_s))
 
 
 def post(server: ServerInfo, path: str, body: dict[str, Any], timeout_s: float) -> Any:
@@ -80,13 +77,12 @@ def server_errors(calls: Iterable[Future[Any]]) -> list[ServerError]:
 
 def start_reaching(server: ServerInfo, timeout_s: float) -> Future[bool]:
     """Find out whether the server answers GET /health within `timeout_s`, with any status."""
-    background = _background(os.getpid())
 
-    async def reaches() -> bool:
+    async def reaches(client: SGLangClient) -> bool:
         try:
-            await background.client.check_reachable(server, timeout_s)
+            await client.check_reachable(server, timeout_s)
         except ServerError as error:
             return not isinstance(error, ServerUnreachable)
         return True
 
-    return background.start(reaches())
+    return _start(reaches)
