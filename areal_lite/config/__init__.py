@@ -6,18 +6,10 @@ command_line.py composes conf/ and the overrides. Nothing here imports torch.
 
 # ruff: noqa: F401 - the other rooms import these names from here
 
-from areal_lite.config.algo import (
-    AdvantageConfig,
-    AlgoConfig,
-    CorrectionConfig,
-    CriticConfig,
-    KLConfig,
-    ShapingConfig,
-)
+from areal_lite.config.algo import AlgoConfig
 from areal_lite.config.commands import TrainConfig, command_names, find_command
 from areal_lite.config.data import (
     DataConfig,
-    EvalConfig,
     RewardConfig,
     longest_sequence,
     naming,

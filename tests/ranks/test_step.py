@@ -13,16 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from areal_lite.algo.objective import PolicyObjective
 from areal_lite.algo.trajectory_balance import BalanceObjective
-from areal_lite.config import (
+from areal_lite.config import AlgoConfig, RolloutConfig, TrainConfig, TrainerConfig
+from areal_lite.config.algo import (
     AdvantageConfig,
-    AlgoConfig,
     CorrectionConfig,
     CriticConfig,
     KLConfig,
-    RolloutConfig,
     ShapingConfig,
-    TrainConfig,
-    TrainerConfig,
 )
 from areal_lite.config.command_line import compose_config
 from areal_lite.megatron.flops import Operations

@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from areal_lite.config import (
+from areal_lite.config import AlgoConfig, TrainConfig, TrainerConfig
+from areal_lite.config.algo import (
     AdvantageConfig,
-    AlgoConfig,
     CorrectionConfig,
     CriticConfig,
     KLConfig,
     ShapingConfig,
-    TrainConfig,
-    TrainerConfig,
 )
 from areal_lite.system.network import free_port
 from areal_lite.train_batch import TrainBatch

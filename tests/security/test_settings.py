@@ -22,15 +22,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal_lite import cli
-from areal_lite.config import (
-    TrainConfig,
-    command_names,
-    find_command,
-    save_config,
-    settings_of,
-)
+from areal_lite.config import TrainConfig, command_names, find_command, save_config
 from areal_lite.config.command_line import compose_config, explain, one_line
-from areal_lite.config.fields import keys_of, sections
+from areal_lite.config.fields import keys_of, sections, settings_of
 from areal_lite.launch.preflight import check_config
 
 COMMANDS = [*command_names(), "make-model", "sft"]

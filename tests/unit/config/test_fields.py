@@ -9,17 +9,10 @@ from typing import get_args, get_type_hints
 import pytest
 
 from areal_lite.algo import correction, losses, sequences
-from areal_lite.config import (
-    AlgoConfig,
-    CorrectionConfig,
-    KLConfig,
-    TrainConfig,
-    check_fields,
-    command_names,
-    find_command,
-    settings_of,
-)
+from areal_lite.config import AlgoConfig, TrainConfig, check_fields, command_names, find_command
+from areal_lite.config.algo import CorrectionConfig, KLConfig
 from areal_lite.config.command_line import compose_config
+from areal_lite.config.fields import settings_of
 from areal_lite.config.help import help_text
 from areal_lite.extensions import load_object
 from areal_lite.megatron.architectures import ARCHITECTURES

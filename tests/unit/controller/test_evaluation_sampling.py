@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from areal_lite.config import EvalConfig, RolloutConfig, TrainConfig
-from areal_lite.config.data import sampling_of_evaluation
+from areal_lite.config import RolloutConfig, TrainConfig
+from areal_lite.config.data import EvalConfig, sampling_of_evaluation
 from areal_lite.config.sections import Sampling
 from areal_lite.controller.evaluation import Scores, score_problems
 from areal_lite.controller.sources import Dependencies, Source

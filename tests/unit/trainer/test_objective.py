@@ -15,15 +15,8 @@ from omegaconf import OmegaConf
 from areal_lite.algo.correction import behavior_weight
 from areal_lite.algo.losses import value_loss
 from areal_lite.algo.objective import FlatBatch, denominator
-from areal_lite.config import (
-    AdvantageConfig,
-    AlgoConfig,
-    CorrectionConfig,
-    KLConfig,
-    RolloutConfig,
-    ShapingConfig,
-    TrainConfig,
-)
+from areal_lite.config import AlgoConfig, RolloutConfig, TrainConfig
+from areal_lite.config.algo import AdvantageConfig, CorrectionConfig, KLConfig, ShapingConfig
 from areal_lite.config.command_line import compose_config
 from areal_lite.config.fields import settings_of
 from areal_lite.megatron.packing import make_microbatches

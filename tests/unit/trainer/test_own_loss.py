@@ -12,14 +12,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from areal_lite.algo.objective import FlatBatch
-from areal_lite.config import (
-    AdvantageConfig,
-    AlgoConfig,
-    CorrectionConfig,
-    KLConfig,
-    RolloutConfig,
-    TrainConfig,
-)
+from areal_lite.config import AlgoConfig, RolloutConfig, TrainConfig
+from areal_lite.config.algo import AdvantageConfig, CorrectionConfig, KLConfig
 from areal_lite.config.command_line import compose_config
 from areal_lite.config.rules import check_rules
 from areal_lite.trainer.objective import build_objective
