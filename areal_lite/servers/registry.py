@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from areal_lite.system.files import read_regular, write_atomically
+from areal_lite.system.files import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +60,9 @@ def announced_servers(run_dir: Path, kind: str = "json") -> list[ServerInfo]:
     """
     servers = []
     for path in announcements(run_dir, kind):
-        with suppress(OSError):  # withdrawn after it was listed, or a pipe, which would block
-            servers.append(_parse(path, read_regular(path)))
+        with suppress(OSError):  # withdrawn after it was listed
+            if path.is_file():  # a pipe would block
+                servers.append(_parse(path, path.read_bytes()))
     return [server for server in servers if server]
 
 
