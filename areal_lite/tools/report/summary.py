@@ -6,7 +6,7 @@ A value is None when the run did not get that far, because it was killed or eval
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich.table import Table
@@ -24,40 +24,33 @@ _count = "{:,.0f}".format
 _percent = "{:.1%}".format
 
 
-class Fact(NamedTuple):
-    """A number of a run: its key, its name and unit, and its text."""
-
-    key: str
-    name: str
-    text: Callable[[Any], str]
-
-
-FACTS = (
-    Fact("steps", "training steps", _count),
-    Fact("sampled_before", "accuracy before training, sampled", _percent),
-    Fact("sampled_after", "accuracy of the last evaluation, sampled", _percent),
-    Fact("greedy_before", "accuracy before training, greedy", _percent),
-    Fact("greedy_after", "accuracy of the last evaluation, greedy", _percent),
-    Fact("reward_start", "mean reward of the first five steps", short),
-    Fact("reward_end", "mean reward of the last five steps", short),
-    Fact("training_s", "time, first trajectory to last step", duration),
-    Fact("trajectories", "trajectories trained on", _count),
-    Fact("tokens", "tokens trained on", _count),
-    Fact("tokens_per_s", "tokens trained on per second", short),
-    Fact("wait_share", "share of the time that the trainer waited", _percent),
-    Fact("staleness_mean", "mean staleness, steps", short),
-    Fact("max_staleness", "largest staleness, steps", short),
-    Fact("multi_segment_share", "trajectories of more than one weight version", _percent),
-    Fact("behave_kl", "mean KL of behavior and proximal, nats per token", short),
-    Fact("ess", "mean effective sample size", "{:.4f}".format),
-    Fact("pushes", "weight pushes", _count),
-    Fact("pause_s_mean", "mean pause per push", pause),
-    Fact("pause_s_max", "longest pause", pause),
-    Fact("length_mean", "mean response, tokens", short),
-    Fact("truncated", "responses cut off at the token budget", _percent),
-    Fact("clip_fraction_mean", "mean share of clipped tokens", "{:.2%}".format),
-    Fact("behavior_weight_max", "largest behavior weight", short),
-)
+FACTS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "steps": ("training steps", _count),
+    "sampled_before": ("accuracy before training, sampled", _percent),
+    "sampled_after": ("accuracy of the last evaluation, sampled", _percent),
+    "greedy_before": ("accuracy before training, greedy", _percent),
+    "greedy_after": ("accuracy of the last evaluation, greedy", _percent),
+    "reward_start": ("mean reward of the first five steps", short),
+    "reward_end": ("mean reward of the last five steps", short),
+    "training_s": ("time, first trajectory to last step", duration),
+    "trajectories": ("trajectories trained on", _count),
+    "tokens": ("tokens trained on", _count),
+    "tokens_per_s": ("tokens trained on per second", short),
+    "wait_share": ("share of the time that the trainer waited", _percent),
+    "staleness_mean": ("mean staleness, steps", short),
+    "max_staleness": ("largest staleness, steps", short),
+    "multi_segment_share": ("trajectories of more than one weight version", _percent),
+    "behave_kl": ("mean KL of behavior and proximal, nats per token", short),
+    "ess": ("mean effective sample size", "{:.4f}".format),
+    "pushes": ("weight pushes", _count),
+    "pause_s_mean": ("mean pause per push", pause),
+    "pause_s_max": ("longest pause", pause),
+    "length_mean": ("mean response, tokens", short),
+    "truncated": ("responses cut off at the token budget", _percent),
+    "clip_fraction_mean": ("mean share of clipped tokens", "{:.2%}".format),
+    "behavior_weight_max": ("largest behavior weight", short),
+}
+"""By the key of a number of a run: its name and unit, and its text."""
 # The rows of the table in the terminal, with the values of a summary.
 _SUMMARY = {
     "held-out accuracy, greedy": "{greedy_before} → {greedy_after}",
@@ -101,17 +94,17 @@ def count_facts(run: RunData) -> dict[str, Any]:
         "tokens": tokens,
         "tokens_per_s": tokens / seconds if seconds and tokens else None,
         "wait_share": _waited_s(run) / seconds if seconds and len(columns) else None,
-        "staleness_mean": mean_of(metrics, "staleness_mean"),
+        "staleness_mean": _mean(known_values(metrics, "staleness_mean")),
         "max_staleness": max((m.get("staleness_max") or 0 for m in metrics), default=None),
         "multi_segment_share": _mean((columns.newest > columns.oldest)[used]),
-        "behave_kl": mean_of(metrics, "behave_kl"),
-        "ess": mean_of(metrics, "ess"),
+        "behave_kl": _mean(known_values(metrics, "behave_kl")),
+        "ess": _mean(known_values(metrics, "ess")),
         "pushes": len(pauses),
         "pause_s_mean": _mean(pauses),
         "pause_s_max": max(pauses, default=None),
         "length_mean": _mean(columns.sampled[used]),
         "truncated": _mean(columns.truncated[used]),
-        "clip_fraction_mean": mean_of(metrics, "clip_fraction"),
+        "clip_fraction_mean": _mean(known_values(metrics, "clip_fraction")),
         "behavior_weight_max": max(known_values(metrics, "weight_max"), default=None),
     }
 
@@ -139,7 +132,9 @@ def _waited_s(run: RunData) -> float:
 
 def fact_rows(*runs: Mapping[str, Any]) -> list[list[str]]:
     """Return the name of each fact and its text in each run, a dash for what is unknown."""
-    return [[fact.name, *(_text(fact, run[fact.key]) for run in runs)] for fact in FACTS]
+    return [
+        [name, *(_shown(run[key], form) for run in runs)] for key, (name, form) in FACTS.items()
+    ]
 
 
 def headline(facts: Mapping[str, Any], planned: int | None, ended: bool) -> str:
@@ -162,18 +157,13 @@ def headline(facts: Mapping[str, Any], planned: int | None, ended: bool) -> str:
     return " ".join(parts)
 
 
-def _text(fact: Fact, value: float | None) -> str:
-    return "–" if value is None else fact.text(value)
+def _shown(value: Any, form: Callable[[Any], str]) -> str:
+    return "–" if value is None else form(value)
 
 
 def known_values(metrics: Metrics, key: str) -> list[float]:
     """Return `key` of the training steps that have it."""
     return [m[key] for m in metrics if m.get(key) is not None]
-
-
-def mean_of(metrics: Metrics, key: str) -> float | None:
-    """Return the mean of `key` over the training steps that have it; None without any."""
-    return _mean(known_values(metrics, key))
 
 
 def _mean(values: Any) -> float | None:
@@ -230,9 +220,9 @@ def _counts(run: RunData) -> dict[str, Any]:
 
 def summary_table(summary: dict[str, Any]) -> Table:
     """Lay out the result of `build_summary`. Unknown values are shown as a dash."""
-    forms = {fact.key: fact.text for fact in FACTS}
+    forms = {key: form for key, (_, form) in FACTS.items()}
     forms |= {"trajectories_per_s": short, "wall_s": duration}
-    texts = {key: "–" if v is None else forms.get(key, str)(v) for key, v in summary.items()}
+    texts = {key: _shown(value, forms.get(key, str)) for key, value in summary.items()}
     table = Table(title="Summary of the run", show_header=False, title_justify="left")
     table.add_column(style="bold")
     if missing := summary.get("no_signal"):
