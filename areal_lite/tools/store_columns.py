@@ -1,9 +1,11 @@
 """The trajectory store as columns, and what proves that it is whole: for reports and the audit."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -183,10 +185,10 @@ def _joined(parts: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 class ColumnReader(RunReader):
-    """A reader of whole tables."""
+    """A reader of whole tables. Every query sees the store as it was when this was made."""
 
-    def snapshot(self) -> None:
-        """Begin a transaction: every query until `close` sees this moment."""
+    def __init__(self, path: Path):
+        super().__init__(path)
         self._execute("BEGIN")
         next(self._query("SELECT count(*) FROM sqlite_schema"))
 
@@ -236,3 +238,8 @@ class ColumnReader(RunReader):
     def first_draws(self) -> dict[int, int]:
         """Return by group the first step that drew it."""
         return dict(self._query("SELECT group_id, min(step) FROM draws GROUP BY group_id"))
+
+
+def open_columns(path: Path) -> AbstractContextManager[ColumnReader | None]:
+    """Open the store at `path`, as it is at this moment, until the block ends; None without one."""
+    return closing(ColumnReader(path)) if path.exists() else nullcontext()

@@ -24,18 +24,13 @@ It holds the columns of the store, about 150 bytes for each trajectory.
 import math
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from areal_lite.run_dir.paths import (
-    CHECKPOINTS_DIR,
-    HF_DIR,
-    PROXIMAL_FILE,
-    SUMMARY_FILE,
-    TOTALS_FILE,
-)
+from areal_lite.run_dir import paths
 from areal_lite.run_dir.resume import damage
 from areal_lite.tools.audit.records import Check, Records, open_records
 from areal_lite.tools.audit.store import (
@@ -101,22 +96,18 @@ class StepSums:
     def check(self, records: Records) -> Check:
         """Return what is wrong with the versions of the tokens that were trained on."""
         bound = self.bounds[-1]
-        total = f"{int(self.tokens.sum()):,} tokens that were trained on"
-        if records.replays:
-            check = Check(name="staleness", looked_at=f"{total}: of any age (replay), none newer")
-        else:
-            masked = int(self.tokens.sum() - self.within[-1].sum())
-            stalest = int(self.stalest[-1].max(initial=0))
-            check = Check(
-                name="staleness",
-                looked_at=f"{total}: at most {stalest} steps old, buffer.max_staleness={bound}; "
-                f"{masked:,} older ones were masked",
+        total, ages = int(self.tokens.sum()), "of any age (replay), none newer"
+        if not records.replays:
+            masked = total - int(self.within[-1].sum())
+            ages = (
+                f"at most {int(self.stalest[-1].max(initial=0))} steps old, "
+                f"buffer.max_staleness={bound}; {masked:,} older ones were masked"
             )
+        check = Check("staleness", f"{total:,} tokens that were trained on: {ages}")
         what = f"groups with tokens more than {bound} steps old, in a run that masks none"
         check.none_of(sorted(self._overdue), what)
-        check.none_of(
-            sorted(self._too_new), "groups with a version that no server had before their step"
-        )
+        what = "groups with a version that no server had before their step"
+        check.none_of(sorted(self._too_new), what)
         return check
 
 
@@ -125,48 +116,39 @@ def check_metrics(records: Records, sums: StepSums | None) -> Check:
     rows = records.metrics
     numbers = [row["step"] for row in rows]
     times = Counter(numbers)
-    check = Check(name="metrics", looked_at=f"{counted(len(rows), 'row')}: each step once")
+    check = Check("metrics", f"{counted(len(rows), 'row')}: each step once")
     check.none_of([step for step in times if times[step] > 1], "steps with more than one row")
-    check.none_of(
-        sorted(set(range(1, max(numbers, default=0))) - set(times)), "steps without a row"
-    )
+    missing = set(range(1, max(numbers, default=0))) - set(times)
+    check.none_of(sorted(missing), "steps without a row")
     check.expect(numbers == sorted(numbers), "rows out of order")
     _check_versions(check, records)
     if sums is None:
         return check
     check.looked_at += ", and tokens, rewards and staleness as in the store"
     for row in rows:
-        step = row["step"] - 1
-        if not 0 <= step < len(sums.tokens):
-            continue
-        if wrong := _differences(row, step, sums, records.replays):
-            check.wrong.append(f"step {step + 1}: {'; '.join(wrong)}")
+        known = 0 < row["step"] <= len(sums.tokens)
+        if known and (wrong := _differences(row, sums, records.replays)):
+            check.wrong.append(f"step {row['step']}: {'; '.join(wrong)}")
     return check
 
 
 def _check_versions(check: Check, records: Records) -> None:
-    """Check the versions of the servers after each step."""
-    rows = records.metrics
     every = [start["sync.every"] for start in records.starts]
-    versions = [row["version"] for row in rows if "version" in row]
-    check.expect(
-        all(a <= b for a, b in zip(versions, versions[1:])), "the version of the servers went back"
-    )
+    known = [(row["step"], row["version"]) for row in records.metrics if "version" in row]
+    goes_back = any(before > after for (_, before), (_, after) in pairwise(known))
+    check.expect(not goes_back, "the version of the servers went back")
     late = [
-        row["step"]
-        for row in rows
-        if "version" in row
-        and not (
-            max(row["step"] - max(every) + 1, 0) <= row["version"] <= row["step"]
-            and (row["version"] == row["step"] or any(row["step"] % n for n in every))
-        )
+        step
+        for step, version in known
+        if not max(step - max(every) + 1, 0) <= version <= step
+        or (version < step and not any(step % n for n in every))
     ]
     check.none_of(late, f"steps without their push (sync.every={max(every)})")
 
 
-def _differences(row: dict[str, Any], step: int, sums: StepSums, replays: bool) -> list[str]:
+def _differences(row: dict[str, Any], sums: StepSums, replays: bool) -> list[str]:
     """Say where a row of metrics.jsonl differs from the store, for the bound that fits best."""
-    found = []
+    found, step = [], row["step"] - 1
     for i in range(len(sums.bounds)):
         tokens, within = int(sums.tokens[step]), int(sums.within[i][step])
         episodes = max(1.0, sums.episodes[step])
@@ -196,17 +178,15 @@ def _differences(row: dict[str, Any], step: int, sums: StepSums, replays: bool) 
 
 def check_checkpoints(records: Records) -> Check:
     """Check every file of every checkpoint by its checksum."""
-    folder = records.run_dir / CHECKPOINTS_DIR
-    paths = [folder / f"step-{step}" for step in records.checkpoints]
-    if (folder / HF_DIR).is_dir():
-        paths.append(folder / HF_DIR)
-    aside = len(list(folder.glob("step-*.damaged")))
-    check = Check(
-        name="checkpoints",
-        looked_at=f"{', '.join(path.name for path in paths) or 'none'}: every file has its checksum"
-        + (f"; {aside} set aside as damaged" if aside else ""),
-    )
-    for path in paths:
+    folder = records.run_dir / paths.CHECKPOINTS_DIR
+    folders = [folder / f"step-{step}" for step in records.checkpoints]
+    if (folder / paths.HF_DIR).is_dir():
+        folders.append(folder / paths.HF_DIR)
+    found = ", ".join(path.name for path in folders) or "none"
+    check = Check("checkpoints", f"{found}: every file has its checksum")
+    if aside := len(list(folder.glob("step-*.damaged"))):
+        check.looked_at += f"; {aside} set aside as damaged"
+    for path in folders:
         reason = damage(path)
         # A running run removes old ones.
         if reason and path.exists():
@@ -217,10 +197,9 @@ def check_checkpoints(records: Records) -> Check:
 def check_evaluations(records: Records) -> Check:
     """Check that each evaluation was logged once, in order, and that none is missing."""
     versions = [record["version"] for record in records.evals]
-    check = Check(name="evaluations", looked_at=f"{len(versions):,}, each once and in order")
-    check.expect(
-        all(a < b for a, b in zip(versions, versions[1:])), f"their versions are {versions}"
-    )
+    check = Check("evaluations", f"{len(versions):,}, each once and in order")
+    in_order = all(a < b for a, b in pairwise(versions))
+    check.expect(in_order, f"their versions are {versions}")
     older = [
         record["version"]
         for record in records.evals
@@ -249,7 +228,7 @@ def _due(records: Records) -> set[int]:
 
 def check_trained(groups: Groups, records: Records) -> Check:
     """Check that the trainer trained on what the store says, by its record of one group a step."""
-    path = records.run_dir / PROXIMAL_FILE
+    path = records.run_dir / paths.PROXIMAL_FILE
     trained: dict[int, int] = {}
     if path.exists():
         with open(path, "rb") as file:
@@ -259,10 +238,8 @@ def check_trained(groups: Groups, records: Records) -> Check:
     used = dict(zip(groups.ids.tolist(), groups.step.tolist()))
     steps = int(groups.step.max(initial=-1)) + 1
     known = {step: group for step, group in trained.items() if step < steps}
-    check = Check(
-        name="trained",
-        looked_at=f"{counted(len(known), 'step')}: the trainer names a group of that step",
-    )
+    steps_named = counted(len(known), "step")
+    check = Check("trained", f"{steps_named}: the trainer names a group of that step")
     if not records.replays:
         wrong = [
             f"{step + 1} ({group})" for step, group in known.items() if used.get(group) != step
@@ -273,7 +250,7 @@ def check_trained(groups: Groups, records: Records) -> Check:
 
 def check_counts(groups: Groups, sums: StepSums, store: ColumnReader, records: Records) -> Check:
     """Check the counts of the run at its end against the store."""
-    check = Check(name="counts", looked_at="none: they are written when the run ends")
+    check = Check("counts", "none: they are written when the run ends")
     if records.totals or records.summary:
         check.looked_at = "groups, failures and tokens of the whole run, as in the store"
     totals: dict[str, Any] = {
@@ -282,27 +259,22 @@ def check_counts(groups: Groups, sums: StepSums, store: ColumnReader, records: R
         "filtered": dict(store.filtered()),
         **store.failures(),
     }
-    for file, found, made in (
-        (TOTALS_FILE, records.totals, totals),
-        (SUMMARY_FILE, records.summary, _of_summary(records, sums)),
-    ):
-        for name, value in made.items():
-            if found.get(name, value) != value:
-                check.wrong.append(f"{file}: {name} is {found[name]}, the store gives {value}")
-    return check
-
-
-def _of_summary(records: Records, sums: StepSums) -> dict[str, int]:
-    """Return the counts of summary.json that the store shows; none for a run with replay."""
-    if records.replays:
-        return {}
-    return {
+    summary = {
         "steps": len(records.metrics),
         "trajectories_lost": 0,
         "trajectories": int(sums.trajectories.sum()),
         "tokens": int(sums.tokens.sum()),
         "max_staleness": int(sums.stalest[-1].max(initial=0)),
     }
+    for file, found, made in (
+        (paths.TOTALS_FILE, records.totals, totals),
+        # A replay buffer counts a trajectory once for each draw.
+        (paths.SUMMARY_FILE, records.summary, {} if records.replays else summary),
+    ):
+        for name, value in made.items():
+            if found.get(name, value) != value:
+                check.wrong.append(f"{file}: {name} is {found[name]}, the store gives {value}")
+    return check
 
 
 def audit(run_dir: Path, tokens: bool = False) -> list[Check]:
@@ -345,9 +317,8 @@ def audit_text(run_dir: Path, checks: list[Check]) -> str:
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
-        lines.append(
-            f"{'off' if check.wrong else 'ok':<4} {check.name:<{width}}  {check.looked_at}"
-        )
+        state = "off" if check.wrong else "ok"
+        lines.append(f"{state:<4} {check.name:<{width}}  {check.looked_at}")
         lines += [f"{'':<{width + 6}} {wrong}" for wrong in check.wrong]
     off = sum(bool(check.wrong) for check in checks)
     result = f"{counted(off, 'check')} off" if off else f"all {len(checks)} checks ok"

@@ -5,7 +5,7 @@ it. Settings are read without their schema, which takes much longer: a run may h
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import getitem
@@ -17,7 +17,7 @@ from areal_lite.run_dir.metrics import read_events, read_metrics
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, STORE_FILE, SUMMARY_FILE, TOTALS_FILE
 from areal_lite.run_dir.resume import checkpoint_steps, is_locked
 from areal_lite.system.files import read_json
-from areal_lite.tools.store_columns import ColumnReader
+from areal_lite.tools.store_columns import ColumnReader, open_columns
 
 Settings = dict[str, Any]
 """The settings of one start that the audit needs, by their keys."""
@@ -35,16 +35,15 @@ def settings_of_starts(run_dir: Path) -> list[Settings]:
     Raises ValueError for a directory without a training run.
     """
     earlier = len(list(run_dir.glob("config-*.yaml")))
-    names = [*(f"config-{number}.yaml" for number in range(1, earlier + 1)), CONFIG_FILE]
-    return [_read(run_dir, name) for name in names]
-
-
-def _read(run_dir: Path, name: str) -> Settings:
-    stored = stored_settings(run_dir, name)
-    try:
-        return {key: reduce(getitem, key.split("."), stored) for key in _KEYS}
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{run_dir / name}: no training run wrote it, it lacks {error}") from error
+    starts = []
+    for name in (*(f"config-{number}.yaml" for number in range(1, earlier + 1)), CONFIG_FILE):
+        stored = stored_settings(run_dir, name)
+        try:
+            starts.append({key: reduce(getitem, key.split("."), stored) for key in _KEYS})
+        except (KeyError, TypeError) as error:
+            file = run_dir / name
+            raise ValueError(f"{file}: no training run wrote it, it lacks {error}") from error
+    return starts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,16 +95,11 @@ def open_records(run_dir: Path) -> Iterator[Records]:
         "evals": read_events(run_dir, "evals"),
         "metrics": read_metrics(run_dir),
     }
-    path = run_dir / STORE_FILE
-    if not path.exists():
-        yield Records(**files, store=None)
-        return
-    with closing(ColumnReader(path)) as reader:
-        reader.snapshot()
-        yield Records(**files, store=reader)
+    with open_columns(run_dir / STORE_FILE) as store:
+        yield Records(**files, store=store)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Check:
     """One line of the audit."""
 

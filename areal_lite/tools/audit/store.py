@@ -28,15 +28,13 @@ _COMMIT_S = 60.0
 def check_groups(table: Columns, records: Records, store: ColumnReader) -> Check:
     """Check ids, states and trajectories."""
     groups = table.groups
-    states = ", ".join(
-        f"{groups.number(state):,} {state.value.replace('_', ' ')}" for state in GroupState
-    )
-    check = Check(name="groups", looked_at=f"{counted(len(groups.ids), 'group')}: {states}")
+    states = (f"{groups.number(state):,} {state.value.replace('_', ' ')}" for state in GroupState)
+    check = Check("groups", f"{counted(len(groups.ids), 'group')}: {', '.join(states)}")
     missing = np.setdiff1d(np.arange(groups.ids.max(initial=-1) + 1), groups.ids)
-    check.none_of(missing.tolist(), "groups whose row is gone")
+    check.none_of(missing, "groups whose row is gone")
 
     def none_may(wrong: np.ndarray, what: str) -> None:
-        check.none_of(groups.ids[wrong].tolist(), what)
+        check.none_of(groups.ids[wrong], what)
 
     flying, dropped = groups.are(GroupState.IN_FLIGHT), groups.are(GroupState.DROPPED)
     used, filtered = groups.are(GroupState.USED), groups.are(GroupState.FILTERED)
@@ -80,8 +78,8 @@ def _check_tokens(check: Check, groups: Groups, records: Records, store: ColumnR
         (found > expected, "groups with tokens that they do not count"),
         (needed & removed, "groups that a resume needs, and whose tokens were removed"),
     ):
-        check.none_of(groups.ids[wrong].tolist(), what)
-    check.none_of(owners[~known].tolist(), "tokens of groups that have no row")
+        check.none_of(groups.ids[wrong], what)
+    check.none_of(owners[~known], "tokens of groups that have no row")
 
 
 def check_use(groups: Groups, records: Records, store: ColumnReader) -> Check:
@@ -96,11 +94,9 @@ def check_use(groups: Groups, records: Records, store: ColumnReader) -> Check:
         used = groups.step[groups.are(GroupState.USED) & (groups.step >= 0)]
         counts = np.bincount(used).tolist()
         looked_at = f"{counted(len(counts), 'step')}: each used {some(sizes)} groups"
-    check = Check(name="batches", looked_at=looked_at)
-    check.none_of(
-        [f"{step} ({count})" for step, count in enumerate(counts, 1) if count not in sizes],
-        "steps with another number of groups",
-    )
+    check = Check("batches", looked_at)
+    odd = [f"{step} ({count})" for step, count in enumerate(counts, 1) if count not in sizes]
+    check.none_of(odd, "steps with another number of groups")
     if records.replays:
         _check_draws(check, groups, store)
     _check_ends(check, len(counts), records)
@@ -113,17 +109,15 @@ def _check_ends(check: Check, steps: int, records: Records) -> None:
     The store has a step before metrics.jsonl has it. A start that resumes cuts off both, one after
     the other, and may die between.
     """
-    rows = len(records.metrics)
-    behind, ahead = rows - steps, steps - rows
+    rows, newest = len(records.metrics), records.resumes_from
     check.expect(
-        behind <= 0 or steps == records.resumes_from,
+        rows <= steps or steps == newest,
         f"metrics.jsonl has {counted(rows, 'step')}, the store {steps:,}",
     )
     check.expect(
-        records.running or ahead <= 1 or rows == records.resumes_from,
+        records.running or steps <= rows + 1 or rows == newest,
         f"the store has {counted(steps, 'step')}, metrics.jsonl {rows:,}",
     )
-    newest = records.resumes_from
     check.expect(
         min(steps, rows) >= newest,
         f"there is a checkpoint of step {newest}, but store and metrics.jsonl do not have all of "
@@ -132,7 +126,6 @@ def _check_ends(check: Check, steps: int, records: Records) -> None:
 
 
 def _check_draws(check: Check, groups: Groups, store: ColumnReader) -> None:
-    """Check what was drawn from a replay buffer."""
     for fault, ids in store.faulty(DRAW_FAULTS):
         check.none_of(ids, fault)
     first = store.first_draws()
@@ -156,30 +149,28 @@ def check_prompts(groups: Groups, records: Records, store: ColumnReader) -> Chec
     skipped = np.setdiff1d(np.arange(1, total + 1), groups.drawn[fresh])
     sampler = PromptSampler(*_orders(records.config, store))
     check = Check(
-        name="prompts",
-        looked_at=f"{total:,} drawn{_epochs(sampler, total)}: "
-        f"{np.count_nonzero(~dropped):,} groups have them, "
-        f"{int(pending.sum()):,} to be handed out again, {len(skipped):,} left out",
+        "prompts",
+        f"{total:,} drawn{_epochs(sampler, total)}: {np.count_nonzero(~dropped):,} groups have "
+        f"them, {int(pending.sum()):,} to be handed out again, {len(skipped):,} left out",
     )
-    back = groups.ids[groups.drawn < before].tolist()
+    back = groups.ids[groups.drawn < before]
     check.none_of(back, "groups that were admitted with fewer draws than the one before")
-    check.none_of(
-        prompts[again > put_back].tolist(), "prompts that were handed out again without a drop"
-    )
+    too_often = prompts[again > put_back]
+    check.none_of(too_often, "prompts that were handed out again without a drop")
     expected = np.array([sampler.index_at(n - 1) for n in groups.drawn[fresh].tolist()])
     check.none_of(
-        groups.ids[fresh][groups.prompt[fresh] != expected].tolist(),
+        groups.ids[fresh][groups.prompt[fresh] != expected],
         f"groups whose prompt is not the next one of seed={records.config['seed']}",
     )
     lines = read_json(records.run_dir / QUARANTINE_FILE).values()
     held = [line["prompt_index"] for line in lines if line["prompt_index"] is not None]
     unasked = [sampler.index_at(n - 1) for n in skipped.tolist()]
     left_out = np.setdiff1d(unasked, [*_asked_less(records, store), *held])
-    check.none_of(left_out.tolist(), "skipped prompts that were neither retired nor resting")
+    check.none_of(left_out, "skipped prompts that were neither retired nor resting")
     if records.config["rollout.retire_above"] is None:
         lost = _lost(groups, fresh, dropped, place, pending)
         forgotten = np.setdiff1d(prompts[lost], held)
-        check.none_of(forgotten.tolist(), "prompts that were put back and forgotten")
+        check.none_of(forgotten, "prompts that were put back and forgotten")
     return check
 
 
@@ -194,7 +185,6 @@ def _epochs(sampler: PromptSampler, total: int) -> str:
 
 
 def _orders(settings: Settings, store: ColumnReader) -> list[SourceOrder]:
-    """Return how the prompts of each source were drawn."""
     sizes = store.totals()
     orders = []
     for name, own in (settings["data.sources"] or {"": {}}).items():
@@ -208,11 +198,8 @@ def _asked_less(records: Records, store: ColumnReader) -> np.ndarray:
 
     Two groups of a retired one were solved. No trajectory of a group of a resting one was.
     """
-    limits = [
-        start["rollout.retire_above"]
-        for start in records.starts
-        if start["rollout.retire_above"] is not None
-    ]
+    given = [start["rollout.retire_above"] for start in records.starts]
+    limits = [limit for limit in given if limit is not None]
     rests = any(start["rollout.rest_unsolved"] for start in records.starts)
     if not limits and not rests:
         return np.empty(0, np.int64)
@@ -241,15 +228,12 @@ def _lost(
 
 def check_trajectories(table: Columns) -> list[Check]:
     """Check each trajectory by itself, and that no two groups have the same one."""
-    check = Check(
-        name="versions",
-        looked_at=f"{len(table):,} trajectories: versions never decrease, and segments fit their "
-        "tokens",
-    )
+    found = f"{len(table):,} trajectories"
+    check = Check("versions", f"{found}: versions never decrease, and segments fit their tokens")
     for what, wrong in _violations(table).items():
         columns = (column[wrong] for column in (table.group, table.sample, table.trace))
         check.none_of([f"{group}/{trace_name(*trace)}" for group, *trace in zip(*columns)], what)
-    orphans = np.setdiff1d(table.group, table.groups.ids).tolist()
+    orphans = np.setdiff1d(table.group, table.groups.ids)
     check.none_of(orphans, "trajectories of groups that have no row")
     return [check, _check_copies(table)]
 
@@ -262,14 +246,10 @@ def _check_copies(table: Columns) -> Check:
     lives, groups = lives[order], groups[order]
     same = (lives[1:] == lives[:-1]) & (groups[1:] != groups[:-1])
     pairs = np.stack([groups[:-1], groups[1:]])[:, same]
-    check = Check(
-        name="copies",
-        looked_at=f"{len(lives):,} trajectories that were trained on: no two are the same",
-    )
-    check.none_of(
-        sorted({f"{min(pair)} = {max(pair)}" for pair in pairs.T.tolist()}),
-        "pairs of groups with the same trajectory",
-    )
+    found = f"{len(lives):,} trajectories that were trained on"
+    check = Check("copies", f"{found}: no two are the same")
+    equal = {f"{min(pair)} = {max(pair)}" for pair in pairs.T.tolist()}
+    check.none_of(sorted(equal), "pairs of groups with the same trajectory")
     return check
 
 
@@ -318,10 +298,8 @@ def check_rows(store: ColumnReader) -> Check:
         except ValueError:
             name = trace_name(row["sample_index"], row["trace_index"])
             damaged.append(f"{row['group_id']}/{name}")
-    check = Check(
-        name="tokens",
-        looked_at=f"{total:,} trajectories: checksums, log-probs, versions"
-        + (f"; {NOT_KEPT}: {without:,}" if without else ""),
-    )
+    check = Check("tokens", f"{total:,} trajectories: checksums, log-probs, versions")
+    if without:
+        check.looked_at += f"; {NOT_KEPT}: {without:,}"
     check.none_of(damaged, "trajectories that are damaged")
     return check

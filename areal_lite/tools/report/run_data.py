@@ -1,7 +1,6 @@
 """The records in a run directory, read back. The run may be complete, still going or killed."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from areal_lite.config import stored_settings, value_of, without_secrets
 from areal_lite.run_dir.metrics import read_events, read_metrics
 from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE, SUMMARY_FILE
 from areal_lite.tools.commands import existing_run
-from areal_lite.tools.store_columns import ColumnReader, Columns, to_columns
+from areal_lite.tools.store_columns import Columns, open_columns, to_columns
 
 Metrics = Sequence[Mapping[str, Any]]
 """Lines of metrics.jsonl or evals.jsonl, in the order in which they were written."""
@@ -76,11 +75,8 @@ def read_columns(path: Path, drawn: bool = False) -> Columns:
     Without a store there are no trajectories: a run with debug=train_only has none. Raises
     ValueError for a store that cannot be read. `drawn` is as in `ColumnReader.columns`.
     """
-    if not path.exists():
-        return to_columns()
-    with closing(ColumnReader(path)) as reader:
-        reader.snapshot()
-        return reader.columns(drawn)
+    with open_columns(path) as store:
+        return store.columns(drawn) if store else to_columns()
 
 
 def source_names(metrics: Metrics) -> list[str]:
