@@ -77,9 +77,9 @@ def run_page(run_dir: Path, follow: bool = False) -> str:
     groups = list(sample_groups(run))
     used = run.columns.groups.number(GroupState.USED)
     removed = run.columns.groups.without_tokens
-    rollouts = f"{len(groups)} of the {used:,} groups that were trained on. {CHOICE}" + (
-        f" {NOT_KEPT.capitalize()}: {removed:,} groups." if removed else ""
-    )
+    rollouts = f"{len(groups)} of the {used:,} groups that were trained on. {CHOICE}"
+    rollouts += f" {NOT_KEPT.capitalize()}: {removed:,} groups." if removed else ""
+    config = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True) if run.config else ""
     return render(
         {"charts": charts, "windows": windows},
         groups,
@@ -91,9 +91,7 @@ def run_page(run_dir: Path, follow: bool = False) -> str:
         timeline=bool(windows),
         rollouts=rollouts if len(run.columns) else "",
         tables=[_table("final", "Final numbers", rows), _step_table(run)],
-        config=yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
-        if run.config
-        else "",
+        config=config,
         follow="1" if follow else "",
     )
 

@@ -1,14 +1,4 @@
-"""The progress of running work: a panel on a terminal, lines in a log.
-
-    ╭─ training · runs/first ───────────────────────────────────╮
-    │ step 34 of 60  57%  ETA 0:54                              │
-    │ ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━━━ │
-    │                                                           │
-    │ trainer     trains on step 35                             │
-    │                                                           │
-    │ learning                     speed                        │
-    │ reward      0.71 ▁▂▃▅▆▇█     tokens    5.6k/s             │
-    ╰───────────────────────────────────────────── 1:12 elapsed ╯
+"""The progress of running work: a panel on a terminal (docs/first-run.md shows it), lines in a log.
 
     step 12/60 · reward 0.71 · staleness 1.2 · 4.1k tok/s · ETA 2:10
 
@@ -446,7 +436,6 @@ def _trainer(state: RunState) -> str:
 
 
 def _servers(state: RunState) -> str:
-    """Say what the servers do or wait for."""
     status = state.status
     if status is None or not status.servers_announced:
         return "stop" if state.done >= state.config.trainer.steps else "start"

@@ -213,10 +213,7 @@ def show_matching(run_dir: Path, config: ReportConfig) -> Iterator[RenderableTyp
         more = f"; the first {shown} follow (limit={config.limit})" if shown < count else ""
         yield Text(f"{found}{more}", style="bold")
         for row in reader.trajectories(**filters, limit=config.limit):
-            tokens = row["tokens"]
-            yield trajectory_text(
-                row, None if tokens is None else token_texts(tokens.tolist(), decode)
-            )
+            yield trajectory_text(row, decode)
 
 
 def reader_filters(config: ReportConfig) -> dict[str, Any]:
@@ -226,11 +223,10 @@ def reader_filters(config: ReportConfig) -> dict[str, Any]:
     return filters | {"step": None if config.step is None else config.step - 1}
 
 
-def trajectory_text(row: dict[str, Any], texts: list[str] | None) -> RenderableType:
+def trajectory_text(row: dict[str, Any], decode: Callable[[Sequence[int]], str]) -> RenderableType:
     """Return a trajectory for the terminal: a line of facts, then its prompt and segments.
 
-    `row` is a `decoded` row of the store, with the state, step and prompt_id of its group, and
-    `texts` the text of each token; None if they are not kept.
+    `row` is one of `RunReader.trajectories`.
     """
     step = f"step {row['step'] + 1}" if row["step"] is not None else row["state"]
     server = f" on {row['server']}" if row["server"] else ""
@@ -242,9 +238,10 @@ def trajectory_text(row: dict[str, Any], texts: list[str] | None) -> RenderableT
     name = trace_name(row["sample_index"], row["trace_index"])
     title = Text(f"\ngroup {row['group_id']}, sample {name}", style="bold")
     title.append(visible(facts), style="not bold")
-    if texts is None:
+    if row["tokens"] is None:
         found = [_label(*segment) for segment in row["segments"]]
         return Group(title, Text(f"[{NOT_KEPT}; {'; '.join(found)}]", style="italic"))
+    texts = token_texts(row["tokens"].tolist(), decode)
     parts: list[RenderableType] = [title]
     end = 0
     for version, start, stop in row["segments"]:
