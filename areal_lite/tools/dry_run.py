@@ -34,7 +34,6 @@ from areal_lite.system.gpus import gpu_memory, resolve_device
 from areal_lite.tools import memory
 from areal_lite.tools.evaluate import reading
 from areal_lite.tools.formatting import byte_size, counted, excerpt
-from areal_lite.tools.memory import SIZES, SharedGpu, share_gpu
 from areal_lite.tools.report.summary import age_label
 from areal_lite.weights.push import BUCKET_BYTES, choose_transport
 
@@ -53,26 +52,27 @@ _PARALLEL = ("tensor", "pipeline", "context", "data", "expert")
 
 def run(config: TrainConfig) -> int:
     """Print the plan and return the exit status. Raises ValueError where a run would."""
-    trainer = config.trainer
+    trainer, folder = config.trainer, Path(config.model)
     placement = place_run(config)
     hf = read_config(config.model)
     check_supported(hf, trainer)
-    if any(Path(config.model).glob("*.safetensors")):  # a plan needs no weights
-        check_weights(Path(config.model))
-        check_numbers(Path(config.model))
-    dtype = select_dtype(trainer, select_device(trainer))
+    if any(folder.glob("*.safetensors")):  # a plan needs no weights
+        check_weights(folder)
+        check_numbers(folder)
+    device = select_device(trainer)
+    dtype = select_dtype(trainer, device)
     name = str(dtype).removeprefix("torch.")
     default = 2 if resolve_device(config.server.device) == "cuda" else 4
     serving = _ITEMSIZE.get(config.server.args.get("dtype", ""), default)
     server_title = f"memory of each GPU or process of a server ({serving} bytes a number)"
-    trains_on_gpu = select_device(trainer).type == "cuda"
+    trainer_title, on_gpu = f"memory of a trainer rank ({name})", device.type == "cuda"
     sections = {
         f"model {config.model}": model_lines(hf, trainer.lora),
         "what is trained": objective_lines(config),
         "prompts": prompt_lines(config),
         "processes": process_lines(config, placement),
         "a training step, at most": batch_lines(config),
-        f"memory of a trainer rank ({name})": trainer_lines(config, hf, dtype, gpu=trains_on_gpu),
+        trainer_title: trainer_lines(config, hf, dtype, gpu=on_gpu),
         server_title: server_lines(config, hf, serving),
         "a push of the weights": push_lines(config, hf, dtype.itemsize),
     }
@@ -149,8 +149,7 @@ def _source_lines(config: TrainConfig) -> list[str]:
     splits: list[tuple[str, Split, str | None]] = [("training", "train", data.path)]
     if config.eval.problems:
         splits.append(("held-out", "eval", data.eval_path or data.path))
-    lines = []
-    first, first_set = None, None
+    lines, shown = [], None
     for name, split, path in splits:
         where = ", ".join(part for part in (data.source, path) if part)
         if data.source == "hf" and not (path and Path(path, data.args.get("name", "")).is_dir()):
@@ -163,14 +162,14 @@ def _source_lines(config: TrainConfig) -> list[str]:
         else:
             long = f", {prompts.num_too_long:,} are too long" if prompts.num_too_long else ""
             lines.append(f"{name}: {where}, {counted(number, 'prompt')}{long}")
-        if first is None:
-            first, first_set = prompts[0], prompts
-    if first is not None:
-        tokenizer = Tokenizer(config.model, data.chat_template_kwargs)
-        lines += reading(tokenizer, first.text, raw=not first.messages)
-        lines.append(f"its answer: {excerpt(first.answer, _SHOWN)}")
-    if first_set is not None and config.trainer.share_prefixes and config.rollout.group_size > 1:
-        lines.append(_saving_line(config, first_set))
+        shown = shown or prompts
+    if shown is None:
+        return lines
+    first, tokenizer = shown[0], Tokenizer(config.model, data.chat_template_kwargs)
+    lines += reading(tokenizer, first.text, raw=not first.messages)
+    lines.append(f"its answer: {excerpt(first.answer, _SHOWN)}")
+    if config.trainer.share_prefixes and config.rollout.group_size > 1:
+        lines.append(_saving_line(config, shown))
     return lines
 
 
@@ -211,12 +210,9 @@ def _gpus(gpus: list[str]) -> str:
 
 def batch_lines(config: TrainConfig) -> list[str]:
     """Show the arithmetic of a step. Lengths are limits: most trajectories are shorter."""
-    trainer = config.trainer
-    groups = trainer.batch_groups
-    size = config.rollout.group_size
+    trainer, size, longest = config.trainer, config.rollout.group_size, longest_sequence(config)
+    groups, replicas = trainer.batch_groups, trainer.data_parallel
     sequences = groups * size
-    longest = longest_sequence(config)
-    replicas = trainer.data_parallel
     share = sequences // (replicas * trainer.minibatches)
     microbatches = -(-share // max(trainer.tokens_per_microbatch // longest, 1))
     layout = expert_layout(Path(config.model)) if config.algo.routing_replay else None
@@ -281,14 +277,11 @@ def server_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> li
     per_token = memory.kv_bytes_per_token(hf, itemsize, ranks)
     running = -(-config.rollout.max_concurrent // config.server.count)
     tokens = running * longest_sequence(config)
-    note = (
-        f"for {running} trajectories at full length ({tokens:,} tokens); "
-        "with less memory fewer run at once"
-    )
+    note = f"for {running} trajectories at full length ({tokens:,} tokens); with less memory fewer"
     return [
         _line("weights", memory.num_parameters(hf) * itemsize // ranks),
         _line("KV cache", per_token, "a token"),
-        _line("", per_token * tokens, note),
+        _line("", per_token * tokens, f"{note} run at once"),
     ]
 
 
@@ -323,8 +316,8 @@ def cadence_line(config: TrainConfig) -> str:
 def shared_lines(config: TrainConfig, hf: PretrainedConfig, placement: Placement) -> list[str]:
     """Show whether server and trainer fit into this machine's GPU, or into GPUs of usual sizes."""
     memories = [gpu_memory(gpu) for gpu in placement.trainer[:1] if placement.shared]
-    sizes = [found.total for found in memories if found] or SIZES
-    return [_shared_line(share_gpu(config, hf, size)) for size in sizes]
+    sizes = [found.total for found in memories if found] or memory.SIZES
+    return [_shared_line(memory.share_gpu(config, hf, size)) for size in sizes]
 
 
 def turn_lines(config: TrainConfig, hf: PretrainedConfig, placement: Placement) -> list[str]:
@@ -338,7 +331,7 @@ def turn_lines(config: TrainConfig, hf: PretrainedConfig, placement: Placement) 
     ]
 
 
-def _shared_line(gpu: SharedGpu) -> str:
+def _shared_line(gpu: memory.SharedGpu) -> str:
     missing = " and ".join(gpu.missing)
     return (
         f"{byte_size(gpu.size):>10}: "

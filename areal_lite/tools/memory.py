@@ -148,17 +148,6 @@ def _delta_net_sizes(hf: PretrainedConfig) -> dict[str, int]:
     }
 
 
-def _expert_width(hf: PretrainedConfig) -> int:
-    """Return the width of an expert's MLP."""
-    return getattr(hf, "moe_intermediate_size", 0) or getattr(hf, "intermediate_size", 0)
-
-
-def _shared_width(hf: PretrainedConfig) -> int:
-    """Return the width of the MLP beside the experts."""
-    width, number = getattr(hf, "moe_intermediate_size", 0), getattr(hf, "n_shared_experts", 0)
-    return getattr(hf, "shared_expert_intermediate_size", 0) or width * number
-
-
 def num_parameters(hf: PretrainedConfig) -> int:
     """Count the parameters of the whole model, tied embeddings once."""
     return sum(size for _, size in parameter_sizes(hf))
@@ -333,11 +322,13 @@ def layer_activations(
         share = sum(nets) / len(nets)  # a delta net keeps what its projections return and get
         attention = share * b * rows / hidden + (1 - share) * attention
     # Both projections and the product.
-    mlp = b * 3 * getattr(hf, "intermediate_size", 0) / tensor
+    dense = getattr(hf, "intermediate_size", 0)
+    mlp = b * 3 * dense / tensor
     if sparse := sum("mlp.router.weight" in names for names in layers):
         # For each expert of a token: a copy of the token, both projections, their product, and
         # four numbers of its place and weight. Tensor-parallel ranks share tokens or experts.
-        width, place = 3 * _expert_width(hf), 28
+        expert = getattr(hf, "moe_intermediate_size", 0)
+        width, place = 3 * (expert or dense), 28
         if any("mlp.router.bias" in names for names in layers):  # and which expert's biases
             place += 3 * b * num_experts(vars(hf)) // trainer.expert_parallel
         row = b * (width + hidden) + place
@@ -346,9 +337,9 @@ def layer_activations(
         mixture = hf.num_experts_per_tok * row / tensor
         if b != 4 and any("mlp.router.correction" in names for names in layers):
             mixture += 4 * hidden / tensor  # sigmoids are of numbers in float32
-        if shared := _shared_width(hf):
-            gated = hasattr(hf, "shared_expert_intermediate_size")
-            mixture += b * (5 * shared / tensor + gated * hidden)
+        gated = getattr(hf, "shared_expert_intermediate_size", 0)
+        shared = gated or expert * getattr(hf, "n_shared_experts", 0)
+        mixture += b * (5 * shared / tensor + bool(gated) * hidden)
         mlp += sparse / hf.num_hidden_layers * (mixture - mlp)
     return (norms + attention) / tensor + mlp
 
