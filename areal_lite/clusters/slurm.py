@@ -35,23 +35,17 @@ class Layout(NamedTuple):
 
 def layout(config: SlurmConfig) -> Layout:
     """Assign nodes to the roles. Raises ValueError when the roles do not fill whole nodes."""
-    if config.cluster.nodes > 1:
-        return _many_nodes(config)
-    gpus, size = config.cluster.gpus_per_node, config.server.tensor_parallel
+    cluster = config.cluster
+    gpus, size = cluster.gpus_per_node, config.server.tensor_parallel
     ranks, servers = config.trainer.world_size, config.server.count
     needed = ranks + servers * size
-    if gpus and needed > gpus:
+    if cluster.nodes == 1 and gpus and needed > gpus:
         raise ValueError(
             f"cluster.gpus_per_node={gpus}: {ranks} trainer ranks and {servers} servers of {size} "
             f"need {needed}; lower server.count or trainer.data_parallel, or raise cluster.nodes"
         )
-    return Layout(1, ranks, 1, servers, shared=True)
-
-
-def _many_nodes(config: SlurmConfig) -> Layout:
-    cluster = config.cluster
-    gpus, size = cluster.gpus_per_node, config.server.tensor_parallel
-    ranks, servers = config.trainer.world_size, config.server.count
+    if cluster.nodes == 1:
+        return Layout(1, ranks, 1, servers, shared=True)
     first = cluster.trainer_nodes or (-(-ranks // gpus) if gpus else 1)
     rest = cluster.nodes - first
     if rest < 1:

@@ -19,7 +19,8 @@ import json
 import math
 import secrets
 import tomllib
-from collections.abc import AsyncIterator, Iterator
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.config import DataConfig, TrainConfig
-from areal_lite.data.prompts import Row, Split, TextPrompts
+from areal_lite.data.prompts import Split, TextPrompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rollout.episode import Episode, Transcript
 from areal_lite.trajectory import Trajectory
@@ -154,18 +155,14 @@ def problems(config: DataConfig, tokenizer: Tokenizer, split: Split) -> TextProm
     """Open the tasks in the folder `data.path` or `data.eval_path`. Raises ValueError."""
     key = "path" if split == "train" else "eval_path"
     folder = getattr(config, key) or "null"
-    rows = list(_rows(Path(folder).absolute(), config.prompt_key))
-    if not rows:
+    tasks = [Task(file.parent) for file in sorted(Path(folder).absolute().glob("*/task.toml"))]
+    if not tasks:
         raise ValueError(f"data.{key}={folder}: there is no folder with a task.toml in it")
-    return TextPrompts(iter(rows), replace(config, answer_key=""), tokenizer)
-
-
-def _rows(folder: Path, key: str) -> Iterator[Row]:
-    for file in sorted(folder.glob("*/task.toml")):
-        yield (
-            file.parent.name,
-            {key: Task(file.parent).steps[0].instruction, "task": str(file.parent)},
-        )
+    rows = (
+        (task.folder.name, {config.prompt_key: task.steps[0].instruction, "task": str(task.folder)})
+        for task in tasks
+    )
+    return TextPrompts(rows, replace(config, answer_key=""), tokenizer)
 
 
 class Terminal(Tools):
@@ -234,7 +231,7 @@ async def _container(task: Task, internet: bool) -> AsyncIterator[str]:
     name = f"areal-lite-{secrets.token_hex(8)}"
     words = ["run", "-i", "--rm", "--init", f"--name={name}", *task.limits(internet)]
     words += ["--entrypoint=sh", task.image, "-c", "echo ready; exec cat"]
-    process = await _start(*words, stdin=asyncio.subprocess.PIPE)
+    process = await _start(*words, stdin=PIPE)
     assert process.stdout is not None
     try:
         limit_s = float(task.machine.get("build_timeout_sec", _TASK_S))
@@ -344,28 +341,22 @@ async def _docker(*words: str, limit_s: float = _ENGINE_S) -> tuple[int, str]:
         await _end(process)
 
 
-async def _start(
-    *words: str, stdin: int = asyncio.subprocess.DEVNULL
-) -> asyncio.subprocess.Process:
+async def _start(*words: str, stdin: int = DEVNULL) -> Process:
     try:
         return await asyncio.create_subprocess_exec(
-            "docker",
-            *words,
-            stdin=stdin,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+            "docker", *words, stdin=stdin, stdout=PIPE, stderr=STDOUT
         )
     except FileNotFoundError:
         raise ValueError("Harbor's tasks need the program docker: install it") from None
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _end(process: Process) -> None:
     with suppress(ProcessLookupError):
         process.kill()
     await process.wait()
 
 
-async def _beginning(process: asyncio.subprocess.Process) -> bytes:
+async def _beginning(process: Process) -> bytes:
     """Return the first output of a process, whatever it says after it."""
     assert process.stdout is not None
     kept = b""

@@ -126,9 +126,8 @@ def check_parsers(tool_parser: str, thoughts: str) -> None:
 
 
 def _function(tool: dict[str, Any]) -> SimpleNamespace:
-    given = tool.get("function", tool)
-    fields = {key: given.get(key) for key in ("name", "description", "parameters", "strict")}
-    return SimpleNamespace(**fields)
+    given, keys = tool.get("function", tool), ("name", "description", "parameters", "strict")
+    return SimpleNamespace(**{key: given.get(key) for key in keys})
 
 
 @cache
@@ -143,13 +142,7 @@ def _sglang() -> SimpleNamespace:
     # A call of a tool that there is not is a call, too: the policy reads that it failed.
     settings.envs.SGLANG_FORWARD_UNKNOWN_TOOLS.set(True)
     logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)
-    return SimpleNamespace(
-        FunctionCallParser=calls.FunctionCallParser,
-        ReasoningParser=thoughts.ReasoningParser,
-        detect_reasoning_pattern=detection.detect_reasoning_pattern,
-        detect_reasoning_parser=detection.detect_reasoning_parser,
-        detect_tool_call_parser=detection.detect_tool_call_parser,
-    )
+    return SimpleNamespace(**vars(detection) | vars(calls) | vars(thoughts))
 
 
 @contextmanager
