@@ -155,11 +155,9 @@ def render(config: SlurmConfig, run_dir: Path, work_dir: Path) -> str:
     """Return the text of the job; steps start in `work_dir`. Raises ValueError as `layout` does."""
     from jinja2 import Environment, StrictUndefined  # only this command needs it
 
-    environment = Environment(
-        trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
-    )
-    environment.filters["quote"] = lambda value: shlex.quote(str(value))
-    template = environment.from_string(_TEMPLATE.read_text())
+    jinja = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
+    jinja.filters["quote"] = lambda value: shlex.quote(str(value))
+    template = jinja.from_string(_TEMPLATE.read_text())
     return template.render(_variables(config, run_dir, work_dir))
 
 

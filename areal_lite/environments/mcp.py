@@ -49,9 +49,8 @@ class McpTools(Tools):
                 async with _client(server) as client:
                     listed = await _tools(client)
             except Exception as error:
-                raise ValueError(
-                    f"{_SERVERS}: {server} does not answer: {_reason(error)}"
-                ) from error
+                reason = f"{server} does not answer: {_reason(error)}"
+                raise ValueError(f"{_SERVERS}: {reason}") from error
             for tool in listed:
                 if tool.name in self._functions or tool.name in self._places:
                     other = self._places.get(tool.name, "rollout.workflow_args.tools")
@@ -78,9 +77,7 @@ class McpTools(Tools):
                 clients[server] = await stack.enter_async_context(_client(server))
             except Exception as error:
                 raise ToolsLost(f"{server} does not answer: {_reason(error)}") from error
-        return {
-            name: partial(_call, clients[server], name) for name, server in self._places.items()
-        }
+        return {name: partial(_call, clients[at], name) for name, at in self._places.items()}
 
 
 def _client(server: str) -> Any:
@@ -94,7 +91,6 @@ def _client(server: str) -> Any:
 
 
 async def _tools(client: Any) -> list[Any]:
-    """Return the tools of all pages."""
     page = await client.list_tools()
     found = list(page.tools)
     while page.next_cursor:

@@ -67,12 +67,9 @@ def with_servers(
     The servers have all visible GPUs, as there is no trainer. Raises RuntimeError or TimeoutError
     if a server fails.
     """
-    gpus = visible_gpus() if resolve_device(server.device) == "cuda" else []
-    divided = divide_gpus(gpus, server.count, server.tensor_parallel)
-    pool = server_pool(
-        server, model=model, seed=seed, run_dir=run_dir, gpus=dict(enumerate(divided))
-    )
-    with pool:
+    visible = visible_gpus() if resolve_device(server.device) == "cuda" else []
+    gpus = dict(enumerate(divide_gpus(visible, server.count, server.tensor_parallel)))
+    with server_pool(server, model=model, seed=seed, run_dir=run_dir, gpus=gpus) as pool:
         pool.wait_ready()
         for piece in work:
             asyncio.run(_while_servers_last(piece, pool))
@@ -134,18 +131,14 @@ async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:
     scores: dict[str, Scores] = {}
     tokenizer = Tokenizer(config.model, config.data.chat_template_kwargs)
     async with open_sources(config, run_dir) as sources, open_fleet(run_dir, config.seed) as fleet:
-        dependencies = Dependencies(
-            sources=sources, tokenizer=tokenizer, store=None, clock=time.time
-        )
+        parts = Dependencies(sources=sources, tokenizer=tokenizer, store=None, clock=time.time)
         for name, source in sources.items():
             with suppress(TaskFailed):  # it counts as a failed answer
                 first = await source.prompt("eval", 0)
                 lines = reading(tokenizer, first.text, raw=not first.messages)
                 print(*lines, sep="\n", file=sys.stderr)
-            counts = (config.problems, config.samples)
-            scores[name] = await score_problems(
-                source, dependencies, fleet, *counts, f"eval{name}", Counter()
-            )
+            rids, counts = f"eval{name}", (config.problems, config.samples)
+            scores[name] = await score_problems(source, parts, fleet, *counts, rids, Counter())
     _report(config, run_dir, scores)
 
 

@@ -30,10 +30,8 @@ def problems(folder: Path) -> Iterator[str]:
     if (memory := available_memory()) is not None:
         yield from _too_small("available memory", memory, MEMORY_GB)
     if (shared := Path("/dev/shm")).is_dir():
-        remedy = "; in a container: --shm-size=1g"
-        yield from _too_small(
-            str(shared), shutil.disk_usage(shared).total, SHARED_MEMORY_GB, remedy
-        )
+        size, remedy = shutil.disk_usage(shared).total, "; in a container: --shm-size=1g"
+        yield from _too_small(str(shared), size, SHARED_MEMORY_GB, remedy)
     try:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

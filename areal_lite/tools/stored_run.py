@@ -171,12 +171,10 @@ class StoredRunController:
 
     def _assign(self, step: int, world: int) -> BatchAssignment:
         if self._assignment is None or step != self._step:
-            self._step = step
             drawn = self._store.drawn(step)
-            self._assignment = (
-                drawn_batch(drawn, step, world) if drawn else self._taken(step, world)
-            )
-            self._assignment.join_routes()
+            batch = drawn_batch(drawn, step, world) if drawn else self._taken(step, world)
+            batch.join_routes()
+            self._step, self._assignment = step, batch
         return self._assignment
 
     def _taken(self, step: int, world: int) -> BatchAssignment:

@@ -94,10 +94,9 @@ class Tools:
             parsed = parser.parse(text, self._schemas, before)
             if not (parsed.calls or parsed.is_broken) or turn == self._max_turns - 1:
                 return
-            results = [
-                (await _result(functions, *call))[: self._max_characters] for call in parsed.calls
-            ]
-            results = results or [f"error: not a tool call: {parsed.said[: self._max_characters]}"]
+            most = self._max_characters
+            results = [(await _result(functions, *call))[:most] for call in parsed.calls]
+            results = results or [f"error: not a tool call: {parsed.said[:most]}"]
             if not transcript.add_messages([{"role": "tool", "content": r} for r in results]):
                 return
 

@@ -73,10 +73,8 @@ class StepSums:
         group, step = table.group[owner], table.step[owner]
         staleness = step - version
         self.tokens = np.bincount(step, length, steps).astype(np.int64)
-        starts, no_bound = records.starts, 2**30
-        self.bounds = sorted(
-            {no_bound if records.replays else s["buffer.max_staleness"] for s in starts}
-        )
+        bounds = {start["buffer.max_staleness"] for start in records.starts}
+        self.bounds = [2**30] if records.replays else sorted(bounds)
         # By bound.
         self.within, self.staleness, self.stalest = np.zeros((3, len(self.bounds), steps), np.int64)
         for i, bound in enumerate(self.bounds):
@@ -86,7 +84,7 @@ class StepSums:
             self.staleness[i] = np.bincount(step, tokens * staleness, steps)
             np.maximum.at(self.stalest[i], step[good], staleness[good])
         # A token that is overdue can be in a batch, where it is masked.
-        may_mask = any(s["buffer.window"] is None for s in starts)
+        may_mask = any(start["buffer.window"] is None for start in records.starts)
         self._overdue = set() if may_mask else set(group[staleness > self.bounds[-1]].tolist())
         # The newest version that the servers can have had at each step.
         lags = {m["step"]: m.get("server_lag", 0) for m in records.metrics}
@@ -241,9 +239,7 @@ def check_trained(groups: Groups, records: Records) -> Check:
     steps_named = counted(len(known), "step")
     check = Check("trained", f"{steps_named}: the trainer names a group of that step")
     if not records.replays:
-        wrong = [
-            f"{step + 1} ({group})" for step, group in known.items() if used.get(group) != step
-        ]
+        wrong = [f"{step + 1} ({g})" for step, g in known.items() if used.get(g) != step]
         check.none_of(wrong, "steps that were trained on a group of another step")
     return check
 

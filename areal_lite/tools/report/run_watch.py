@@ -106,9 +106,7 @@ def finding_notices(findings: list[Finding], run_dir: Path) -> list[panel.Notice
     """Return the most important findings, and the command that says what to do."""
     if not findings:
         return []
-    shown = [
-        panel.Notice(finding.severity, finding.title) for finding in findings[:_SHOWN_FINDINGS]
-    ]
+    shown = [panel.Notice(found.severity, found.title) for found in findings[:_SHOWN_FINDINGS]]
     return [*shown, panel.Notice("remedy", f"areal-lite diagnose {run_dir}")]
 
 

@@ -132,9 +132,7 @@ def _waited_s(run: RunData) -> float:
 
 def fact_rows(*runs: Mapping[str, Any]) -> list[list[str]]:
     """Return the name of each fact and its text in each run, a dash for what is unknown."""
-    return [
-        [name, *(_shown(run[key], form) for run in runs)] for key, (name, form) in FACTS.items()
-    ]
+    return [[name, *(_shown(run[k], form) for run in runs)] for k, (name, form) in FACTS.items()]
 
 
 def headline(facts: Mapping[str, Any], planned: int | None, ended: bool) -> str:

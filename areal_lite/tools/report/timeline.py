@@ -90,10 +90,9 @@ def time_edges(columns: Columns, metrics: Metrics, bins: int) -> np.ndarray | No
 
 def requests_open(columns: Columns, edges: np.ndarray) -> dict[str, np.ndarray]:
     """Return the mean number of trajectories in flight on each server, float64 [bins]."""
+    starts, ends = columns.started, columns.finished
     servers = ((name, columns.server == i) for i, name in enumerate(columns.servers))
-    return {
-        name: mean_open(columns.started[own], columns.finished[own], edges) for name, own in servers
-    }
+    return {name: mean_open(starts[own], ends[own], edges) for name, own in servers}
 
 
 def tokens_per_s(columns: Columns, edges: np.ndarray) -> np.ndarray:

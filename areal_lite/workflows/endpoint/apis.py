@@ -299,9 +299,7 @@ def _chat_messages(message: Message) -> list[Message]:
     if role == "assistant":
         uses = [block for block in content if block.get("type") == "tool_use"]
         texts = [b for b in content if b.get("type") not in ("tool_use", *_THOUGHTS)]
-        calls = [
-            chat.call_message(use.get("id"), use.get("name"), use.get("input")) for use in uses
-        ]
+        calls = [chat.call_message(*map(use.get, ("id", "name", "input"))) for use in uses]
         return [{"role": role, "content": texts, "tool_calls": calls}]
     messages = []
     for is_result, blocks in itertools.groupby(content, lambda b: b.get("type") == "tool_result"):

@@ -341,12 +341,10 @@ class AgentEndpoint:
         """Record an episode under a new API key, which is valid inside the block."""
         key = secrets.token_urlsafe(24)
         parser = answer_parser(episode.tokenizer, *self._parsers)
-        conversations = Conversations(
-            episode, max_traces, parser, self._splits_thoughts, self._most_first
-        )
-        self._episodes[key] = conversations
+        own = Conversations(episode, max_traces, parser, self._splits_thoughts, self._most_first)
+        self._episodes[key] = own
         try:
-            yield key, conversations
+            yield key, own
         finally:
             del self._episodes[key]
 
@@ -395,7 +393,6 @@ class AgentEndpoint:
 
 
 def _streamed(api: Api, response: dict[str, Any], body: dict[str, Any]) -> web.Response:
-    """Return an answer as server-sent events."""
     events = [
         (f"event: {event['type']}\n" if "type" in event else "") + f"data: {json.dumps(event)}\n\n"
         for event in api.events(response, body)
