@@ -5,16 +5,13 @@
     python -m areal_lite.clusters.join FOLDER HOST:PORT trainer [options of torchrun]
 
 HOST:PORT is that of the hub (hub.py). FOLDER takes the place of the run directory on this machine.
-A role reads and writes it as ever, and a mirror keeps it equal to the hub's. The model is copied,
-too, if this machine has no folder of its name. A trainer's records (metrics, checkpoints) are
-stored on both sides, so that it continues on another machine if this one is lost.
+A role reads and writes it as ever, and a mirror keeps it equal to the hub's (docs/running.md).
 
 * The role starts when everything that it needs is here. When it has ended, what it wrote goes to
   the hub, and then this command ends with its status.
 * Without the hub the role goes on, and the mirror waits.
 * SIGTERM asks a trainer to stop after its step, with a checkpoint. Servers end at once.
-* Nodes that train together get options of torchrun: the rank of the node, and the address of the
-  first one. Its rank 0 writes whole checkpoints, which the mirrors bring to the other nodes.
+* Of nodes that train together, rank 0 writes whole checkpoints, which mirrors bring to the others.
 """
 
 import argparse

@@ -117,13 +117,10 @@ class Endpoint:
 
     def make_server(self) -> ServerProcess:
         """Make the next process of the server."""
-        flags = {
-            "skip_tokenizer_init": False,
-            "served_model_name": self._name,
-            "weight_version": str(self.step),
-        }
+        names = {"served_model_name": self._name, "weight_version": str(self.step)}
+        args = {"skip_tokenizer_init": False, **names, **self._server.args}
         return ServerProcess(
-            replace(self._server, args=flags | self._server.args),
+            replace(self._server, args=args),
             str(self.folder),
             name=_SERVER,
             port=self._config.port,

@@ -1,12 +1,7 @@
 """The report of a run as one picture, `<run_dir>/report.png`, as far as the run got.
 
 It answers four questions: Does the run learn? How stale is its training data? How fast is it? How
-did weight pushes meet single trajectories? The timeline has one bar per trajectory, colored by
-weight version:
-
-    | version 25 | version 26   | version 27 |    strip: the version that the servers have
-    ████████████ ░░░░░░░                         a trajectory that one push interrupted
-                 ░░░░░░░░░░░░░░ ▒▒▒▒▒
+did weight pushes meet single trajectories? README.md shows one.
 """
 
 import io

@@ -73,8 +73,7 @@ def _within_budget(columns: Columns, per_step: list[list[int]]) -> list[int]:
     left, kept = MAX_TOKENS, set()
     for rank in range(max(map(len, per_step), default=0)):
         for groups in (g for g in per_step if len(g) > rank):
-            first = int(np.searchsorted(columns.group, groups[rank]))
-            last = int(np.searchsorted(columns.group, groups[rank], "right"))
+            first, last = np.searchsorted(columns.group, [groups[rank], groups[rank] + 1])
             cost = int(np.minimum(columns.tokens[first:last], _LONGEST)[:_MEMBERS].sum())
             if cost <= left:
                 left -= cost

@@ -54,11 +54,8 @@ def trainer_spans(metrics: Metrics) -> dict[str, Spans]:
     """
     end = np.array([m["logged_at"] for m in metrics], np.float64)
     spans: dict[str, Spans] = {}
-    for name, key in (
-        ("pushes weights", "push_s"),
-        ("trains", "train_s"),
-        ("waits for a batch", "wait_s"),
-    ):
+    parts = {"pushes weights": "push_s", "trains": "train_s", "waits for a batch": "wait_s"}
+    for name, key in parts.items():
         start = end - np.array([m.get(key) or 0.0 for m in metrics], np.float64)
         spans[name] = (start, end)
         end = start

@@ -194,10 +194,8 @@ def _responses_response(answers: list[Answer], body: Body) -> Body:
     items = [said] if text or not calls else []
     if thought := answer.message.get("reasoning_content"):
         parts = [{"type": "reasoning_text", "text": thought}]
-        items = [
-            {"type": "reasoning", "id": f"rs_{answer.id}", "summary": [], "content": parts},
-            *items,
-        ]
+        place = {"type": "reasoning", "id": f"rs_{answer.id}"}
+        items.insert(0, {**place, "summary": [], "content": parts})
     for call in calls:
         place = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"]}
         items.append({**place, **call["function"]})
