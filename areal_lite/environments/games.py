@@ -173,10 +173,9 @@ def problems(
     opened, key = open_game(**own), config.prompt_key
     if isinstance(opened, OpenEnv):
         opened.check_action()
-    seeds = range(first, first + count)
     rows = (
         (f"{game}/{s}", {key: (begin := opened.reset(s)), "begin": begin, "seed": s, **own})
-        for s in seeds
+        for s in range(first, first + count)
     )
     prompts = TextPrompts(rows, replace(config, answer_key=""), tokenizer)
     opened.close()

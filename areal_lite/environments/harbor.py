@@ -158,10 +158,8 @@ def problems(config: DataConfig, tokenizer: Tokenizer, split: Split) -> TextProm
     tasks = [Task(file.parent) for file in sorted(Path(folder).absolute().glob("*/task.toml"))]
     if not tasks:
         raise ValueError(f"data.{key}={folder}: there is no folder with a task.toml in it")
-    rows = (
-        (task.folder.name, {config.prompt_key: task.steps[0].instruction, "task": str(task.folder)})
-        for task in tasks
-    )
+    asked = config.prompt_key
+    rows = ((t.folder.name, {asked: t.steps[0].instruction, "task": str(t.folder)}) for t in tasks)
     return TextPrompts(rows, replace(config, answer_key=""), tokenizer)
 
 

@@ -39,10 +39,8 @@ def problems(
     own = {"environment": environment, "arguments": dict(arguments or {})}
     loaded = _environment(environment, json.dumps(own["arguments"]))
     data = loaded.get_dataset() if split == "train" else loaded.get_eval_dataset()
-    rows = (
-        (f"{environment}/{split}:{number}", {**row, "verifiers": own})
-        for number, row in enumerate(data.to_list(), start=1)
-    )
+    numbered = enumerate(data.to_list(), start=1)
+    rows = ((f"{environment}/{split}:{n}", {**row, "verifiers": own}) for n, row in numbered)
     answer = "answer" if "answer" in data.column_names else ""
     return TextPrompts(rows, replace(config, prompt_key="prompt", answer_key=answer), tokenizer)
 

@@ -6,7 +6,6 @@ downloaded.
 """
 
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -113,11 +112,10 @@ def objective_lines(config: TrainConfig) -> list[str]:
     algo = config.algo
     decoupled = ", decoupled" if algo.decoupled and algo.loss != "tb" else ""
     advantages = "" if algo.loss == "tb" else f", advantages {algo.advantage.estimator}"
-    window = f"at most {counted(config.buffer.window or 0, 'group')} may pass one that still runs"
-    lines = [
-        f"objective: {algo.loss}{decoupled}{advantages}, tokens: {age_label(config.buffer)}",
-        *([] if config.buffer.window is None else [f"{window}: no token is overdue"]),
-    ]
+    lines = [f"objective: {algo.loss}{decoupled}{advantages}, tokens: {age_label(config.buffer)}"]
+    if config.buffer.window is not None:
+        passing = f"at most {counted(config.buffer.window, 'group')} may pass one that still runs"
+        lines.append(f"{passing}: no token is overdue")
     for name, own in source_configs(config).items():
         of = f" of {name}" if name else ""
         lines += [f"reward{of}: {own.reward.function}", f"workflow{of}: {own.rollout.workflow}"]
@@ -238,30 +236,25 @@ def trainer_lines(
 ) -> list[str]:
     """Show the memory of the ranks that need most."""
     trainer = config.trainer
-    stages = [
-        memory.rank_memory(hf, trainer, dtype.itemsize, stage, gpu=gpu)
-        for stage in range(trainer.pipeline_parallel)
-    ]
-    worst = max(stages, key=lambda stage: stage.total)
+    itemsize, stages = dtype.itemsize, range(trainer.pipeline_parallel)
+    ranks = [memory.rank_memory(hf, trainer, itemsize, stage, gpu=gpu) for stage in stages]
+    worst = max(ranks, key=lambda rank: rank.total)
     critic = worst.states if config.algo.advantage.estimator == "gae" else 0
     estimate = (
         f"estimated, trainer.recompute={trainer.recompute}, "
         f"{trainer.tokens_per_microbatch:,} tokens a microbatch"
     )
-    lines = [
-        _line(field.name, getattr(worst, field.name), estimate * (field.name == "activations"))
-        for field in fields(worst)
-    ]
+    lines = [_line(k, size, estimate * (k == "activations")) for k, size in vars(worst).items()]
     if critic:
         lines.append(_line("critic", critic, "weights, gradients and moments of its own"))
     for folder in sorted(set(filter(None, reference_folders(config).values()))):
         if not config.is_base(folder):
             own = folder == config.model
             other = hf if own else AutoConfig.from_pretrained(folder, local_files_only=True)
-            size = memory.reference_bytes(other, trainer, dtype.itemsize)
+            size = memory.reference_bytes(other, trainer, itemsize)
             note = f"{folder}, on a GPU only during its forward pass, without activations"
             lines.append(_line("reference", size, note))
-    stage = f" of pipeline stage {stages.index(worst)}" if len(stages) > 1 else ""
+    stage = f" of pipeline stage {ranks.index(worst)}" if len(ranks) > 1 else ""
     lines.append(_line("in all", worst.total + critic, f"on each rank{stage}"))
     copies = memory.SAVING_BYTES * worst.gradients // 4 * (2 if critic else 1)
     lines.append(_line("saving", copies, "estimated, host memory while a checkpoint is copied"))

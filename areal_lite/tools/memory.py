@@ -135,7 +135,6 @@ def _layer_sizes(hf: PretrainedConfig) -> dict[str, int]:
 
 
 def _delta_net_sizes(hf: PretrainedConfig) -> dict[str, int]:
-    """Count the elements of every parameter of a gated delta net."""
     heads, keys = hf.linear_num_value_heads, hf.linear_num_key_heads * hf.linear_key_head_dim
     values = heads * hf.linear_value_head_dim
     return {
@@ -194,13 +193,11 @@ def _expert_parts(trainer: TrainerConfig) -> int:
 
 
 def _stage_of(hf: PretrainedConfig, trainer: TrainerConfig, layer: int) -> int:
-    """Return the pipeline stage that has a layer."""
     stages = trainer.pipeline_parallel
     return layer // (hf.num_hidden_layers // (stages * trainer.virtual_pipeline)) % stages
 
 
 def _adapted(hf: PretrainedConfig, lora: LoraConfig, layer: int) -> list[str]:
-    """Return the matrices of a layer that have adapters."""
     names = layer_mapping(hf, layer)
     return [name for target in lora.targets for name in _ADAPTED[target] if name in names]
 
@@ -270,10 +267,8 @@ def reference_bytes(hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int)
     """
     whole = replace(trainer, lora=LoraConfig())
     check_supported(hf, whole)
-    return max(
-        rank_memory(hf, whole, itemsize, stage).weights
-        for stage in range(trainer.pipeline_parallel)
-    )
+    stages = range(trainer.pipeline_parallel)
+    return max(rank_memory(hf, whole, itemsize, stage).weights for stage in stages)
 
 
 def activation_bytes_per_token(

@@ -139,11 +139,9 @@ class Endpoint:
             route, body["prompt"] = "completions", "Hello"
         key = ' -H "Authorization: Bearer $KEY"' if self._server.api_key else ""
         print(f"{url}/v1 serves {self.what} as model {self._name}; Ctrl-C ends it. Example:")
-        print(
-            f"curl {url}/v1/{route} -H 'Content-Type: application/json'{key} "
-            f"-d {shlex.quote(json.dumps(body))}",
-            flush=True,
-        )
+        asked = f"-d {shlex.quote(json.dumps(body))}"
+        kind = "-H 'Content-Type: application/json'"
+        print(f"curl {url}/v1/{route} {kind}{key} {asked}", flush=True)
 
     def follow(self) -> None:
         """Load the run's newest checkpoint, if it is newer than the weights of the server."""

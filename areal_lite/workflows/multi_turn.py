@@ -40,9 +40,6 @@ class MultiTurn:
             if isinstance(reply, tuple):
                 reply, earned = reply
                 transcript.credit(earned)
-            if (
-                reply is None
-                or len(answers) == self._max_turns
-                or not transcript.add_messages([{"role": "user", "content": reply}])
-            ):
+            is_over = reply is None or len(answers) == self._max_turns
+            if is_over or not transcript.add_messages([{"role": "user", "content": reply}]):
                 return transcript.trajectory(transcript.earned)

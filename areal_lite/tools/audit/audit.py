@@ -198,11 +198,8 @@ def check_evaluations(records: Records) -> Check:
     check = Check("evaluations", f"{len(versions):,}, each once and in order")
     in_order = all(a < b for a, b in pairwise(versions))
     check.expect(in_order, f"their versions are {versions}")
-    older = [
-        record["version"]
-        for record in records.evals
-        if any(version < record["version"] for version in record.get("versions", []))
-    ]
+    evals = ((record["version"], record.get("versions", [])) for record in records.evals)
+    older = [version for version, by in evals if min(by, default=version) < version]
     check.none_of(older, "evaluations with answers of older weights")
     config = records.config
     if config["eval.problems"] and config["eval.every"] and len(records.starts) == 1 and versions:
@@ -216,12 +213,8 @@ def _due(records: Records) -> set[int]:
     every = records.config["eval.every"]
     pushed = [row["version"] for row in records.metrics if row.get("version") == row["step"]]
     newest = max(record["version"] for record in records.evals)
-    before = [0, *pushed]
-    return {
-        version
-        for last, version in zip(before, pushed)
-        if version // every > last // every and version < newest
-    }
+    pairs = pairwise([0, *pushed])
+    return {after for before, after in pairs if after // every > before // every and after < newest}
 
 
 def check_trained(groups: Groups, records: Records) -> Check:

@@ -130,10 +130,8 @@ def _check_draws(check: Check, groups: Groups, store: ColumnReader) -> None:
         check.none_of(ids, fault)
     first = store.first_draws()
     used = dict(zip(groups.ids.tolist(), groups.step.tolist()))
-    check.none_of(
-        sorted(i for i in used.keys() | first.keys() if used.get(i, _NONE) != first.get(i, _NONE)),
-        "groups whose step is not the step of their first draw",
-    )
+    odd = sorted(i for i in used.keys() | first.keys() if used.get(i, _NONE) != first.get(i, _NONE))
+    check.none_of(odd, "groups whose step is not the step of their first draw")
 
 
 def check_prompts(groups: Groups, records: Records, store: ColumnReader) -> Check:
@@ -206,11 +204,9 @@ def _asked_less(records: Records, store: ColumnReader) -> np.ndarray:
     rates: dict[int, list[float]] = {}
     for index, rate in store.solved_shares():
         rates.setdefault(index, []).append(rate)
-    retired = [
-        index
-        for index, found in rates.items()
-        if limits and len(found) > 1 and sum(sorted(found)[-2:]) / 2 > min(limits)
-    ]
+    several = {index: sorted(found) for index, found in rates.items() if len(found) > 1}
+    least = min(limits, default=np.inf)
+    retired = [index for index, found in several.items() if sum(found[-2:]) / 2 > least]
     resting = [index for index, found in rates.items() if rests and 0 in found]
     return np.array(retired + resting, np.int64)
 

@@ -141,10 +141,8 @@ def entropy_collapse(run: History) -> Sign | None:
     solved = max(reward.mean(), held_out) >= limit("solved_reward") * best
     if solved or recent.mean() > limit("entropy_ratio") * first.mean():
         return None
-    return alarm(
-        f"entropy {first.mean():.3g} -> {recent.mean():.3g} nats a token; "
-        f"reward {reward.mean():.2f}"
-    )
+    change = f"entropy {first.mean():.3g} -> {recent.mean():.3g} nats a token"
+    return alarm(f"{change}; reward {reward.mean():.2f}")
 
 
 @finding(

@@ -65,8 +65,7 @@ def slow_trainer(run: History) -> Sign | None:
         return None
     return hint(
         f"the trainer waits {wait:.1%} of the time, {np.median(queue):.0f} groups wait for it "
-        f"(a batch: {batch}), and requests in flight are "
-        f"{_in_flight(run):.0%} of the limit"
+        f"(a batch: {batch}), and requests in flight are {_in_flight(run):.0%} of the limit"
     )
 
 
@@ -116,9 +115,8 @@ def overdue_tokens(run: History) -> Sign | None:
     share = masked / max(tokens, 1.0)
     if len(run.metrics) < limit("least_steps") or share <= limit("overdue_share"):
         return None
-    return hint(
-        f"{share:.0%} of the tokens masked; buffer.max_staleness={run.config.buffer.max_staleness}"
-    )
+    bound = run.config.buffer.max_staleness
+    return hint(f"{share:.0%} of the tokens masked; buffer.max_staleness={bound}")
 
 
 @finding(

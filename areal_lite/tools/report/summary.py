@@ -138,10 +138,9 @@ def fact_rows(*runs: Mapping[str, Any]) -> list[list[str]]:
 def headline(facts: Mapping[str, Any], planned: int | None, ended: bool) -> str:
     """Say in a few sentences how the run went."""
     of = f" of {planned}" if planned and planned != facts["steps"] else ""
-    parts = [
-        f"{facts['steps']}{of} training steps on {facts['trajectories']:,} trajectories"
-        + (f" in {duration(facts['training_s'])}." if facts["training_s"] else ".")
-    ]
+    took = f" in {duration(facts['training_s'])}" if facts["training_s"] else ""
+    steps = f"{facts['steps']}{of} training steps"
+    parts = [f"{steps} on {facts['trajectories']:,} trajectories{took}."]
     if facts["sampled_after"] is not None and facts["sampled_before"] is not None:
         change = f"from {facts['sampled_before']:.0%} to {facts['sampled_after']:.0%}"
         parts.append(f"Held-out accuracy went {change} (sampled).")

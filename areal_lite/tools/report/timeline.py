@@ -144,10 +144,8 @@ def _window_spans(
         return [("the whole run", first, last)]
     edges, end = [first, *times, last], len(times) - _PUSHES
     # A window reaches to the pushes before and after its own.
-    return [
-        (name, edges[push], edges[push + _PUSHES + 1])
-        for name, push in (("the start", 0), ("the middle", end // 2), ("the end", end))
-    ]
+    places = ("the start", 0), ("the middle", end // 2), ("the end", end)
+    return [(name, edges[push], edges[push + _PUSHES + 1]) for name, push in places]
 
 
 def _bars(

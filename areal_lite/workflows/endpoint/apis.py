@@ -70,10 +70,8 @@ def _openai_response(answers: list[Answer], body: Body) -> Body:
 
 def _logprobs(answer: Answer, alternatives: int) -> list[Body]:
     """Return the log-probs of an answer. The sampled token is the only alternative known."""
-    tokens = [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-        for text, logprob in answer.logprobs or ()
-    ]
+    pairs = answer.logprobs or ()
+    tokens = [{"token": t, "logprob": p, "bytes": list(t.encode())} for t, p in pairs]
     return [{**token, "top_logprobs": [token] * alternatives} for token in tokens]
 
 
@@ -123,11 +121,8 @@ def _responses_request(body: Body, temperature: float | None, stored: Stored) ->
     form = chat.parse_object(body, "text").get("format")
     chat.check_settings({**body, "response_format": form}, temperature)
     # Coding agents always give tools of other types, too. The policy is offered functions.
-    tools = [
-        chat.function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
-        for tool in chat.parse_tools(body.get("tools"), None)
-        if tool.get("type") == "function"
-    ]
+    given = chat.parse_tools(body.get("tools"), None)
+    tools = [chat.function_tool(t, "parameters") for t in given if t.get("type") == "function"]
     # Instructions hold for one response: the next request gives them again, or others.
     instructions = body.get("instructions")
     system = [{"role": "system", "content": instructions}] if instructions else []
@@ -270,10 +265,8 @@ def _anthropic_request(body: Body, temperature: float | None, stored: Stored) ->
         messages += _chat_messages(message)
     if messages and messages[-1]["role"] == "assistant":
         raise RequestRefused("the last message must be the user's: answers are not continued")
-    tools = [
-        chat.function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
-        for tool in chat.parse_tools(body.get("tools"), ("custom", None))
-    ]
+    given = chat.parse_tools(body.get("tools"), ("custom", None))
+    tools = [chat.function_tool(tool, "input_schema") for tool in given]
     choice = chat.parse_object(body, "tool_choice")
     parallel = not choice.get("disable_parallel_tool_use")
     return ChatRequest(

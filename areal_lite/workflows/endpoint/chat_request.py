@@ -168,9 +168,10 @@ def parse_tools(given: Any, known: Sequence[str | None] | None) -> list[dict[str
     return tools
 
 
-def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
-    function = {"name": name, "description": description or "", "parameters": parameters or {}}
-    return {"type": "function", "function": function}
+def function_tool(tool: dict[str, Any], schema: str) -> dict[str, Any]:
+    """Return a tool as Chat Completions has it; `schema` is the key of its JSON schema."""
+    about = {"name": tool.get("name"), "description": tool.get("description") or ""}
+    return {"type": "function", "function": {**about, "parameters": tool.get(schema) or {}}}
 
 
 def choose_tools(choice: Any, tools: list[dict[str, Any]], parallel: Any) -> dict[str, Any]:

@@ -203,11 +203,8 @@ class Conversations:
 
     def traces(self, reward: float | None) -> list[Trajectory]:
         """Return the traces by their last answers. Raises ValueError if there is none."""
-        traces = [
-            conversation.transcript.trajectory(reward)
-            for conversation in self._conversations
-            if conversation.transcript is not None and conversation.has_answers
-        ]
+        answered = [c.transcript for c in self._conversations if c.has_answers]
+        traces = [transcript.trajectory(reward) for transcript in answered if transcript]
         if not traces:
             raise ValueError("the policy has answered nothing that the agent asked")
         return traces
