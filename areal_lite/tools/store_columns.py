@@ -77,11 +77,6 @@ class Groups:
         """Return the number of groups in `state`."""
         return int(np.count_nonzero(self.are(state)))
 
-    @property
-    def without_tokens(self) -> int:
-        """Count the used groups whose tokens the store has removed."""
-        return int((self.are(GroupState.USED) & (self.kept <= 0)).sum())
-
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:

@@ -32,14 +32,8 @@ import numpy as np
 
 from areal_lite.run_dir import paths
 from areal_lite.run_dir.resume import damage
+from areal_lite.tools.audit import store as stored
 from areal_lite.tools.audit.records import Check, Records, open_records
-from areal_lite.tools.audit.store import (
-    check_groups,
-    check_prompts,
-    check_rows,
-    check_trajectories,
-    check_use,
-)
 from areal_lite.tools.commands import DiagnoseConfig, existing_run, no_traceback
 from areal_lite.tools.formatting import counted
 from areal_lite.tools.store_columns import ColumnReader, Columns, Groups
@@ -289,11 +283,11 @@ def _checks_of_store(records: Records, store: ColumnReader, tokens: bool) -> lis
         newest = max(store.draw_counts(), default=-1)
     sums = StepSums(records, trained, int(newest) + 1)
     return [
-        check_groups(table, records, store),
-        check_prompts(groups, records, store),
-        *check_trajectories(table),
-        *([check_rows(store)] if tokens else []),
-        check_use(groups, records, store),
+        stored.check_groups(table, records, store),
+        stored.check_prompts(groups, records, store),
+        *stored.check_trajectories(table),
+        *([stored.check_rows(store)] if tokens else []),
+        stored.check_use(groups, records, store),
         sums.check(records),
         check_metrics(records, sums),
         check_trained(groups, records),

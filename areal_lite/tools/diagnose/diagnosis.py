@@ -11,14 +11,7 @@ from pathlib import Path
 from areal_lite.config.help import show
 from areal_lite.tools.commands import DiagnoseConfig, existing_run, no_traceback
 from areal_lite.tools.diagnose import failures, learning, signals, speed
-from areal_lite.tools.diagnose.history import (
-    Finding,
-    History,
-    Severity,
-    Sign,
-    limit,
-    read_history,
-)
+from areal_lite.tools.diagnose.history import Finding, History, Severity, Sign, limit, read_history
 
 GUIDE = [
     kind

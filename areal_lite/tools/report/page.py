@@ -75,9 +75,9 @@ def run_page(run_dir: Path, follow: bool = False) -> str:
     rows = fact_rows(facts)
     figures = {key for key in _FIGURES if facts[key] is not None}
     groups = list(sample_groups(run))
-    used = run.columns.groups.number(GroupState.USED)
-    removed = run.columns.groups.without_tokens
-    rollouts = f"{len(groups)} of the {used:,} groups that were trained on. {CHOICE}"
+    used = run.columns.groups.are(GroupState.USED)
+    removed = int((used & (run.columns.groups.kept <= 0)).sum())
+    rollouts = f"{len(groups)} of the {used.sum():,} groups that were trained on. {CHOICE}"
     rollouts += f" {NOT_KEPT.capitalize()}: {removed:,} groups." if removed else ""
     config = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True) if run.config else ""
     return render(

@@ -200,11 +200,9 @@ def choose_tools(choice: Any, tools: list[dict[str, Any]], parallel: Any) -> dic
 
 def check_messages(given: Any) -> list[Message]:
     """Return `given` if it is a list of messages, whatever they say."""
-    if (
-        not isinstance(given, list)
-        or not given
-        or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in given)
-    ):
+    messages = given if isinstance(given, list) else []
+    roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+    if not roles or not all(isinstance(role, str) for role in roles):
         raise invalid("messages must be a list, not empty, of objects with a role")
     return given
 
