@@ -101,7 +101,7 @@ class Endpoint:
         self._environment = gpu_environment(gpus)
         if address in LOOPBACK:
             self._environment["GLOO_SOCKET_IFNAME"] = "lo"
-        self._exported: list[Path] = []  # with `follow`, and removed in the end
+        self._exported: set[Path | None] = set()  # with `follow`, and removed in the end
         self._seen = self._newest_listed()
         self.step, self.folder = 0, Path(config.model)
         if self._run_dir and config.follow and not self._seen:
@@ -163,10 +163,9 @@ class Endpoint:
 
     def remove_exports(self, keep: Path | None = None) -> None:
         """Remove the folders that were exported to follow the run, except `keep`."""
-        for folder in self._exported:
-            if folder != keep:
-                shutil.rmtree(folder, ignore_errors=True)
-        self._exported = [folder for folder in self._exported if folder == keep]
+        for folder in self._exported - {keep}:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._exported &= {keep}
 
     def _newest_listed(self) -> int:
         """Return the step of the run's newest checkpoint, whole or damaged; 0 without one."""
@@ -180,7 +179,7 @@ class Endpoint:
         is_there = exported.exists()
         folder = model_of_step(run_dir, step)
         if self._config.follow and folder == exported and not is_there:
-            self._exported.append(folder)
+            self._exported.add(folder)
         return step, folder
 
 

@@ -13,12 +13,8 @@ from areal_lite.tools.commands import DiagnoseConfig, existing_run, no_traceback
 from areal_lite.tools.diagnose import failures, learning, signals, speed
 from areal_lite.tools.diagnose.history import Finding, History, Severity, Sign, limit, read_history
 
-GUIDE = [
-    kind
-    for module in (signals, failures, learning, speed)
-    for kind in vars(module).values()
-    if isinstance(kind, Finding)
-]
+_NAMES = vars(signals) | vars(failures) | vars(learning) | vars(speed)
+GUIDE = [kind for kind in _NAMES.values() if isinstance(kind, Finding)]
 """Every kind of finding, in the order in which findings of one severity are shown."""
 
 

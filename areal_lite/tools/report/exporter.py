@@ -22,13 +22,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
-from socketserver import ThreadingMixIn
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from areal_lite.config import stored_settings, value_of
@@ -169,12 +169,10 @@ def exporter(run_dirs: Sequence[Path], host: str, port: int) -> WSGIServer:
     return make_server(listen_address(host), port, app, LimitedServer, QuietHandler)
 
 
-class LimitedServer(ThreadingMixIn, WSGIServer):
+class LimitedServer(ThreadingWSGIServer):
     """Serves each connection in a thread; their number and their time are limited."""
 
     longest_s: float | None = None  # of a connection; None: _MAX_CONNECTION_S
-    # An open connection of a client must not keep the process alive.
-    daemon_threads = True
     request_queue_size = 128
 
     def __init__(self, *args: Any):

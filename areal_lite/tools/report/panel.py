@@ -287,11 +287,6 @@ class RunState:
         values = [value for step in self.timed if (value := step.get(key)) is not None]
         return float(sum(values)) if values and len(values) == len(self.timed) else None
 
-    def per_second(self, key: str) -> float | None:
-        """Return `key` per second of the timed steps."""
-        amount, seconds = self.total(key), self.total("time_s")
-        return amount / seconds if amount is not None and seconds else None
-
 
 def train_view(state: RunState) -> View:
     """Lay out what a run has published."""
@@ -376,8 +371,8 @@ def _generation(state: RunState) -> dict[str, str]:
 
 def _speed(state: RunState) -> dict[str, str]:
     def rate(key: str) -> str:
-        value = state.per_second(key)
-        return _UNKNOWN if value is None else f"{short(value)}/s"
+        amount, seconds = state.total(key), state.total("time_s")
+        return _UNKNOWN if amount is None or not seconds else f"{short(amount / seconds)}/s"
 
     return {
         "tokens": rate("tokens"),

@@ -213,15 +213,14 @@ class Conversations:
         self, messages: list[Message], tools: list[dict[str, Any]], taken: list[Conversation]
     ) -> Conversation:
         """Return the conversation with the longest known beginning of `messages`, or a new one."""
-        known, continues, number = 0, False, -1
+        best = 0, False, -1
         for index, conversation in enumerate(self._conversations):
             if conversation.tools == tools:
                 common = conversation.known(messages)
                 is_free = not conversation.is_busy and conversation not in taken
                 is_whole = common == len(conversation.messages) and is_free
-                known, continues, number = max(
-                    (known, continues, number), (common, is_whole and common > 0, index)
-                )
+                best = max(best, (common, is_whole and common > 0, index))
+        known, continues, number = best
         if continues:
             return self._conversations[number]
         opened = [c for c in self._conversations if c.is_busy or c.has_answers or c in taken]
