@@ -328,10 +328,12 @@ async def _docker(*words: str, limit_s: float = _ENGINE_S) -> tuple[int, str]:
 
     Raises ToolsLost if it does not end within `limit_s`.
     """
-    process = await _start(*words)
+    process, output = await _start(*words), b""
+    assert process.stdout is not None
     try:
         async with asyncio.timeout(limit_s):
-            output = await _beginning(process)
+            while part := await process.stdout.read(_MAX_OUTPUT_BYTES):
+                output += part[: _MAX_OUTPUT_BYTES - len(output)]
             return await process.wait(), output.decode(errors="replace")
     except TimeoutError as error:
         raise ToolsLost(f"docker {' '.join(words[:2])}: no end within {limit_s:g} s") from error
@@ -352,12 +354,3 @@ async def _end(process: Process) -> None:
     with suppress(ProcessLookupError):
         process.kill()
     await process.wait()
-
-
-async def _beginning(process: Process) -> bytes:
-    """Return the first output of a process, whatever it says after it."""
-    assert process.stdout is not None
-    kept = b""
-    while part := await process.stdout.read(_MAX_OUTPUT_BYTES):
-        kept += part[: _MAX_OUTPUT_BYTES - len(kept)]
-    return kept

@@ -191,11 +191,9 @@ def process_lines(config: TrainConfig, placement: Placement) -> list[str]:
     # Sources with the same reward share its processes.
     rewards = [source.reward for source in source_configs(config).values()]
     workers = sum(r.workers for i, r in enumerate(rewards) if r not in rewards[:i])
+    servers = enumerate(placement.servers)
     return [
-        *(
-            f"server-{i}: {_gpus(gpus)}, tensor parallel {size}"
-            for i, gpus in enumerate(placement.servers)
-        ),
+        *(f"server-{i}: {_gpus(gpus)}, tensor parallel {size}" for i, gpus in servers),
         f"controller: no GPU, {counted(workers, 'reward worker')}, "
         f"up to {config.rollout.max_concurrent} trajectories in flight",
         f"trainer: {counted(trainer.world_size, 'rank')} ({sizes}), {_gpus(placement.trainer)}",

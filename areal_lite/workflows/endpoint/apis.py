@@ -334,14 +334,11 @@ def _anthropic_events(response: Body, body: Body) -> Iterator[Body]:
     begun["usage"] = {**usage, "output_tokens": 0}
     yield {"type": "message_start", "message": {**response, **begun}}
     for index, block in enumerate(response["content"]):
-        if block["type"] == "text":
-            empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
-        elif block["type"] == "thinking":
-            text = block["thinking"]
-            empty, delta = {"thinking": ""}, {"type": "thinking_delta", "thinking": text}
-        else:
+        if (kind := block["type"]) == "tool_use":
             arguments = json.dumps(block["input"])
             empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": arguments}
+        else:  # text or thinking
+            empty, delta = {kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
         yield {"type": "content_block_start", "index": index, "content_block": {**block, **empty}}
         yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}
