@@ -102,26 +102,21 @@ class RankMemory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def parameter_sizes(
-    hf: PretrainedConfig, vocab_size: int | None = None
-) -> Iterator[tuple[str, int]]:
+def parameter_sizes(hf: PretrainedConfig, rows: int | None = None) -> Iterator[tuple[str, int]]:
     """Yield (Megatron's name, elements) of all parameters of the model, in the order of a push.
 
-    `vocab_size` is the rows of embedding and output layer, if there are more than tokens.
+    `rows` of embedding and output layer may be more than the tokens; None: as many.
     """
-    rows = vocab_size or hf.vocab_size
+    rows = rows or hf.vocab_size
     yield "decoder.final_layernorm.weight", hf.hidden_size
     yield "embedding.word_embeddings.weight", rows * hf.hidden_size
     if not hf.tie_word_embeddings:
         yield "output_layer.weight", rows * hf.hidden_size
     sizes, experts = _layer_sizes(hf), num_experts(vars(hf))
     for layer in range(hf.num_hidden_layers):
-        layer_sizes = (
-            (name.format(expert=e), sizes[name])
-            for name in sorted(layer_mapping(hf, layer))
-            for e in range(experts if "{expert}" in name else 1)
-        )
-        yield from ((f"decoder.layers.{layer}.{name}", size) for name, size in layer_sizes)
+        for name in sorted(layer_mapping(hf, layer)):
+            for expert in range(experts if "{expert}" in name else 1):
+                yield f"decoder.layers.{layer}.{name.format(expert=expert)}", sizes[name]
 
 
 def _layer_sizes(hf: PretrainedConfig) -> dict[str, int]:
@@ -208,22 +203,16 @@ def adapter_parameters(hf: PretrainedConfig, trainer: TrainerConfig, stage: int 
     One side of every adapted matrix is a hidden state. Ranks split the other one.
     """
     sizes, hidden, rank = _layer_sizes(hf), hf.hidden_size, trainer.lora.rank
-    others = [
-        sizes[name] // hidden
-        for layer in range(hf.num_hidden_layers)
-        if _stage_of(hf, trainer, layer) == stage
-        for name in _adapted(hf, trainer.lora, layer)
-    ]
+    layers = (i for i in range(hf.num_hidden_layers) if _stage_of(hf, trainer, i) == stage)
+    others = [sizes[name] // hidden for i in layers for name in _adapted(hf, trainer.lora, i)]
     return sum(rank * (hidden + other // trainer.tensor_parallel) for other in others)
 
 
 def pushed_adapter_parameters(hf: PretrainedConfig, lora: LoraConfig) -> int:
     """Count the numbers in a push of adapters alone: fused projections have copies of one A."""
-    copies = sum(
-        len(layer_mapping(hf, layer)[name].names) - 1
-        for layer in range(hf.num_hidden_layers)
-        for name in _adapted(hf, lora, layer)
-    )
+    layers = range(hf.num_hidden_layers)
+    fused = (layer_mapping(hf, i)[name].names for i in layers for name in _adapted(hf, lora, i))
+    copies = sum(len(names) - 1 for names in fused)
     return adapter_parameters(hf, TrainerConfig(lora=lora)) + copies * lora.rank * hf.hidden_size
 
 

@@ -210,10 +210,8 @@ class ColumnReader(RunReader):
 
     def solved_shares(self) -> Iterator[tuple[int, float]]:
         """Yield the prompt index of each group, and its share of positive rewards."""
-        return self._query(
-            "SELECT prompt_index, avg(reward > 0) FROM groups JOIN trajectories USING (group_id) "
-            "GROUP BY group_id"
-        )
+        joined = "groups JOIN trajectories USING (group_id)"
+        return self._query(f"SELECT prompt_index, avg(reward > 0) FROM {joined} GROUP BY group_id")
 
     def faulty(self, faults: Mapping[str, str]) -> Iterator[tuple[str, list[int]]]:
         """Yield each of GROUP_FAULTS or DRAW_FAULTS, and the groups or steps that have it."""

@@ -250,7 +250,7 @@ def _check_copies(table: Columns) -> Check:
 
 
 def _violations(table: Columns) -> dict[str, np.ndarray]:
-    """Map each fault that occurs to the trajectories that have it, bool [n]."""
+    """Map each fault to the trajectories that have it, bool [n]."""
     n = len(table)
     next_to = table.owner[1:] == table.owner[:-1]
     back = next_to & (table.version[1:] < table.version[:-1])
@@ -266,7 +266,7 @@ def _violations(table: Columns) -> dict[str, np.ndarray]:
     )
     summary |= (last - first + 1) != table.num_segments
     outside = (table.start >= table.end) | (table.end > table.tokens[table.owner])
-    found = {
+    return {
         "trajectories whose versions go back": _owners(table.owner[1:][back], n),
         "trajectories whose segments overlap": _owners(table.owner[1:][overlap], n),
         "trajectories with a segment outside of their tokens": _owners(table.owner[outside], n),
@@ -275,7 +275,6 @@ def _violations(table: Columns) -> dict[str, np.ndarray]:
         "trajectories that were trained on without a reward": (table.step >= 0)
         & np.isnan(table.reward),
     }
-    return {what: wrong for what, wrong in found.items() if wrong.any()}
 
 
 def _owners(indices: np.ndarray, n: int) -> np.ndarray:

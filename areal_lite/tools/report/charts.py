@@ -196,10 +196,8 @@ def staleness_chart(columns: Columns, bound: int | None) -> dict[str, Any]:
 def length_chart(columns: Columns) -> dict[str, Any]:
     """Return the histogram of response lengths, of all trajectories."""
     edges, counts = histogram(columns.sampled)
-    labels = [
-        f"{low}" if high - low == 1 else f"{low}–{high - 1}"
-        for low, high in zip(edges.tolist(), edges[1:].tolist())
-    ]
+    pairs = zip(edges.tolist(), edges[1:].tolist())
+    labels = [f"{low}" if high - low == 1 else f"{low}–{high - 1}" for low, high in pairs]
     frame = _frame(
         "length_histogram",
         "bars",

@@ -130,16 +130,14 @@ def build_windows(columns: Columns, metrics: Metrics) -> list[dict[str, Any]]:
             ],
             **_bars(columns, paused, start, end, origin),
         }
-        for name, start, end in _window_spans(columns, sorted(paused.values()))
+        for name, start, end in _window_spans(columns, paused)
     ]
 
 
-def _window_spans(
-    columns: Columns, paused: list[tuple[float, float]]
-) -> list[tuple[str, float, float]]:
+def _window_spans(columns: Columns, paused: Pauses) -> list[tuple[str, float, float]]:
     """Return name, start and end of each window."""
     first, last = float(columns.started.min()), float(columns.finished.max())
-    times = [at for at, _ in paused if first < at < last]
+    times = sorted(at for at, _ in paused.values() if first < at < last)
     if len(times) <= 2 * _PUSHES:
         return [("the whole run", first, last)]
     edges, end = [first, *times, last], len(times) - _PUSHES
