@@ -4,7 +4,6 @@ A value is None when the run did not get that far, because it was killed or eval
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ from rich.text import Text
 
 from areal_lite.config import AlgoConfig, BufferConfig, TrainConfig
 from areal_lite.run_dir.paths import REPORT_FILE, STORE_FILE, TOTALS_FILE
-from areal_lite.run_dir.reader import RunReader
 from areal_lite.system.files import read_json
 from areal_lite.tools.formatting import duration, pause, short
 from areal_lite.tools.report.run_data import Metrics, RunData, read_run
 from areal_lite.tools.report.timeline import downtime_s, pushes_of, trainer_spans
+from areal_lite.tools.store_columns import open_columns
 
 _count = "{:,.0f}".format
 _percent = "{:.1%}".format
@@ -203,10 +202,8 @@ def _counts(run: RunData) -> dict[str, Any]:
     """Return the counts of the store and of the controller, which writes its own when it ends."""
     totals = read_json(run.run_dir / TOTALS_FILE)
     drained = sum(known_values(run.metrics, "drained"))
-    groups, missing = {}, 0
-    if (path := run.run_dir / STORE_FILE).exists():
-        with closing(RunReader(path)) as reader:
-            groups, missing = reader.counts(), reader.missing_trajectories()
+    with open_columns(run.run_dir / STORE_FILE) as store:
+        groups, missing = (store.counts(), store.missing_trajectories()) if store else ({}, 0)
     return {
         "requests_drained": totals["drained"] if totals else drained,
         "trajectories_lost": totals["trajectories_lost"] if totals else missing,

@@ -128,7 +128,7 @@ def build_windows(columns: Columns, metrics: Metrics) -> list[dict[str, Any]]:
                 for line, begin, stop in steps
                 if begin < end and stop > start
             ],
-            **_bars(columns, paused, start, end, origin),
+            **_bars(columns, paused, start, end),
         }
         for name, start, end in _window_spans(columns, paused)
     ]
@@ -146,10 +146,9 @@ def _window_spans(columns: Columns, paused: Pauses) -> list[tuple[str, float, fl
     return [(name, edges[push], edges[push + _PUSHES + 1]) for name, push in places]
 
 
-def _bars(
-    columns: Columns, paused: Pauses, start: float, end: float, origin: float
-) -> dict[str, Any]:
+def _bars(columns: Columns, paused: Pauses, start: float, end: float) -> dict[str, Any]:
     """Return the bars of a window, evenly thinned to BARS, and the number there would be."""
+    origin = float(columns.started.min())
     inside = np.flatnonzero((columns.started < end) & (columns.finished > start))
     inside = inside[np.argsort(columns.started[inside], kind="stable")]
     chosen = inside[np.linspace(0, len(inside) - 1, min(BARS, len(inside))).astype(int)]

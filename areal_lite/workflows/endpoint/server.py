@@ -1,7 +1,6 @@
 """An HTTP endpoint in front of the policy, for agents, in their worker process.
 
-* `POST /v1/chat/completions` and `/v1/responses`, and `GET /v1/models`, as OpenAI's clients ask;
-* `POST /v1/messages`, as Anthropic's clients ask;
+* it serves the APIs of apis.py, and `GET /v1/models`;
 * the requests under an episode's API key are its conversations, each of which becomes a trace;
 * messages that are known, apart from white space around them, stand for the recorded tokens: only
   new messages are tokenized.
