@@ -157,8 +157,7 @@ def render(config: SlurmConfig, run_dir: Path, work_dir: Path) -> str:
 
     jinja = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
     jinja.filters["quote"] = lambda value: shlex.quote(str(value))
-    template = jinja.from_string(_TEMPLATE.read_text())
-    return template.render(_variables(config, run_dir, work_dir))
+    return jinja.from_string(_TEMPLATE.read_text()).render(_variables(config, run_dir, work_dir))
 
 
 def _variables(config: SlurmConfig, run_dir: Path, work_dir: Path) -> dict[str, Any]:

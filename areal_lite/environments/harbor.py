@@ -284,8 +284,7 @@ async def _test(container: str, step: Step) -> dict[str, float]:
     words = (*_user(settings), *_variables(settings["env"]), container, "bash", "/tests/test.sh")
     _, output = await _docker("exec", *words, limit_s=float(settings.get("timeout_sec", _TASK_S)))
     # The policy does not see the tests in its next step.
-    ending = f"{_REWARDS}; {_CLEAR}"
-    _, said = await _docker("exec", "-u", "0", container, "sh", "-c", ending)
+    _, said = await _docker("exec", "-u", "0", container, "sh", "-c", f"{_REWARDS}; {_CLEAR}")
     if not (rewards := _parsed(said)):
         raise RuntimeError(f"{step.tests[-1]}/test.sh wrote no reward: {output[-2000:]}")
     return rewards

@@ -99,5 +99,4 @@ def _plain(value: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def _task(name: str, config: str) -> Any:
-    gym = require("reasoning_gym", "reasoning-gym")
-    return gym.create_dataset(name, **json.loads(config))
+    return require("reasoning_gym", "reasoning-gym").create_dataset(name, **json.loads(config))

@@ -123,8 +123,7 @@ async def _turn(config: ChatConfig, run_dir: Path, conversation: Conversation, l
 async def _answer(fleet: Fleet, conversation: Conversation, prompt: np.ndarray) -> str:
     params, decode = conversation.params, conversation.tokenizer.decode
     tokens: list[int] = []
-    shown = ""
-    reason = ""
+    shown = reason = ""
     while reason != "stop" and (left := params.max_new_tokens - len(tokens)):
         part = replace(params, max_new_tokens=min(left, _TOKENS_AT_ONCE))
         so_far = np.concatenate([prompt, np.asarray(tokens, np.int32)])

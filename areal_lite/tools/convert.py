@@ -53,8 +53,7 @@ def export_adapter(
         "inference_mode": True,
     }
     with new_folder(folder) as scratch:
-        text = json.dumps(config, indent=2) + "\n"
-        (scratch / "adapter_config.json").write_text(text)
+        (scratch / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_file(tensors, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
         write_manifest(scratch, {})
 

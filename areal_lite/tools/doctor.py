@@ -90,8 +90,7 @@ def check_machine(folder: Path) -> str:
 
 def check_gpu() -> str:
     """Check the driver and the CUDA toolkit, if there is a GPU."""
-    gpus = visible_gpus()
-    if not gpus:
+    if not (gpus := visible_gpus()):
         return "none: servers and trainer compute on the CPU"
     check_cuda()
     return f"{len(gpus)}, driver {MIN_DRIVER} or newer, and a CUDA compiler"
@@ -99,8 +98,7 @@ def check_gpu() -> str:
 
 def check_versions() -> str:
     """Compare installed versions with those that the package is pinned to."""
-    required = "\n".join(metadata.requires("areal-lite") or ())
-    pins = dict(_PIN.findall(required))
+    pins = dict(_PIN.findall("\n".join(metadata.requires("areal-lite") or ())))
     wrong, right = [], []
     for name in PINNED:
         try:

@@ -276,8 +276,7 @@ def activation_bytes_per_token(
     if trainer.virtual_pipeline > 1:
         in_flight += (stages - 1) / trainer.virtual_pipeline
     if trainer.recompute == "full":
-        inputs = layers * hf.hidden_size * itemsize / tensor
-        return in_flight * inputs + per_layer
+        return in_flight * layers * hf.hidden_size * itemsize / tensor + per_layer
     return in_flight * layers * per_layer
 
 

@@ -101,7 +101,7 @@ class Endpoint:
         self._environment = gpu_environment(gpus)
         if address in LOOPBACK:
             self._environment["GLOO_SOCKET_IFNAME"] = "lo"
-        self._exported: set[Path | None] = set()  # with `follow`, and removed in the end
+        self._exported: set[Path] = set()  # with `follow`, and removed in the end
         self._seen = self._newest_listed()
         self.step, self.folder = 0, Path(config.model)
         if self._run_dir and config.follow and not self._seen:

@@ -82,8 +82,7 @@ async def list_servers(run_dir: Path) -> list[tuple[str, ...]]:
 def _check_addition(config: TrainConfig, run_dir: Path) -> None:
     """Check that a server on this machine can join the run. Raises ValueError."""
     try:
-        raw = read_regular(run_dir / CONTROLLER_FILE)
-        controller = msgspec.json.decode(raw, type=Address)
+        controller = msgspec.json.decode(read_regular(run_dir / CONTROLLER_FILE), type=Address)
     except (OSError, ValueError) as error:
         raise ValueError(f"run_dir={run_dir}: no run is going on there, start it first") from error
     host = config.server.host

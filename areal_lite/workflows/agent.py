@@ -48,8 +48,7 @@ class Agent(AgentEndpoint):
         for name in ("httpx", "httpx2"):
             logging.getLogger(name).setLevel(logging.WARNING)
         most_first = config.data.max_prompt_tokens
-        own = sampling_of_evaluation(config)
-        longest = max(config.rollout.max_new_tokens, own.max_new_tokens)
+        longest = max(config.rollout.max_new_tokens, sampling_of_evaluation(config).max_new_tokens)
         await self.listen(most_first + longest, most_first)
 
     async def __call__(self, episode: Episode) -> list[Trajectory]:

@@ -75,8 +75,7 @@ class AnswerParser:
         except Exception:  # a policy writes anything, and each parser was made for one model
             found = []
         if not found or not all(isinstance(one, dict) for one in arguments):
-            meant = bool(tools) and parser.has_tool_call(said)
-            return Parsed(thought, written, said, [], meant)
+            return Parsed(thought, written, said, [], bool(tools) and parser.has_tool_call(said))
         calls = [(str(call.name), given) for call, given in zip(found, arguments)]
         return Parsed(thought, written, beside, calls)
 
@@ -121,8 +120,7 @@ def check_parsers(tool_parser: str, thoughts: str) -> None:
         ("reasoning_parser", thoughts, ["", "auto", *sglang.ReasoningParser.DetectorMap]),
     ):
         if name not in names:
-            known = ", ".join(names)
-            raise ValueError(f"rollout.workflow_args.{key}={name}: SGLang knows {known}")
+            raise ValueError(f"rollout.workflow_args.{key}={name}: SGLang knows {', '.join(names)}")
 
 
 def _function(tool: dict[str, Any]) -> SimpleNamespace:
@@ -148,8 +146,7 @@ def _sglang() -> SimpleNamespace:
 @contextmanager
 def _without_sglang() -> Iterator[None]:
     """Have stand-ins for `sglang` and what its parsers do not use, until the block ends."""
-    spec = importlib.util.find_spec("sglang")
-    if spec is None:
+    if (spec := importlib.util.find_spec("sglang")) is None:
         raise ValueError("sglang is not installed, whose parsers find calls: README.md, Start")
     package = ModuleType("sglang")
     package.__path__ = list(spec.submodule_search_locations or ())

@@ -140,7 +140,7 @@ def _check_versions(check: Check, records: Records) -> None:
 
 def _differences(row: dict[str, Any], sums: StepSums, replays: bool) -> list[str]:
     """Say where a row of metrics.jsonl differs from the store, for the bound that fits best."""
-    found, step = [], row["step"] - 1
+    found, step = [], int(row["step"]) - 1
     for i in range(len(sums.bounds)):
         tokens, within = int(sums.tokens[step]), int(sums.within[i][step])
         episodes = max(1.0, sums.episodes[step])
@@ -190,8 +190,7 @@ def check_evaluations(records: Records) -> Check:
     """Check that each evaluation was logged once, in order, and that none is missing."""
     versions = [record["version"] for record in records.evals]
     check = Check("evaluations", f"{len(versions):,}, each once and in order")
-    in_order = all(a < b for a, b in pairwise(versions))
-    check.expect(in_order, f"their versions are {versions}")
+    check.expect(all(a < b for a, b in pairwise(versions)), f"their versions are {versions}")
     evals = ((record["version"], record.get("versions", [])) for record in records.evals)
     older = [version for version, by in evals if min(by, default=version) < version]
     check.none_of(older, "evaluations with answers of older weights")

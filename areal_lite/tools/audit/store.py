@@ -166,8 +166,7 @@ def check_prompts(groups: Groups, records: Records, store: ColumnReader) -> Chec
     left_out = np.setdiff1d(unasked, [*_asked_less(records, store), *held])
     check.none_of(left_out, "skipped prompts that were neither retired nor resting")
     if records.config["rollout.retire_above"] is None:
-        lost = _lost(groups, fresh, dropped, place, pending)
-        forgotten = np.setdiff1d(prompts[lost], held)
+        forgotten = np.setdiff1d(prompts[_lost(groups, fresh, dropped, place, pending)], held)
         check.none_of(forgotten, "prompts that were put back and forgotten")
     return check
 

@@ -32,8 +32,7 @@ def stalled(run: History) -> Sign | None:
 
 def _who(run: History) -> str:
     """Say who waits for whom, from the status that the controller writes every second."""
-    status = read_status(run.run_dir)
-    if status is None:
+    if (status := read_status(run.run_dir)) is None:
         return "there is no controller: see logs/controller.log"
     silent = run.now - (run.run_dir / CONTROLLER_STATUS_FILE).stat().st_mtime
     if silent > limit("stall_s"):
@@ -98,8 +97,7 @@ def failed_servers(run: History) -> Sign | None:
     "that are trained again",
 )
 def restarted(run: History) -> Sign | None:
-    again = run.log_lines("restarts.log", "(restart ")
-    if not again:
+    if not (again := run.log_lines("restarts.log", "(restart ")):
         return None
     text = f"restarts: {len(again)}; the last: {again[-1][:220]}"
     return alarm(text) if len(again) >= limit("restarts") else hint(text)

@@ -93,8 +93,7 @@ def sample_groups(run: RunData) -> Iterator[dict[str, Any]]:
     decode = token_decoder(run.run_dir, run.config.get("model"))
     with closing(RunReader(run.run_dir / STORE_FILE)) as reader:
         for group in groups:
-            rows = list(reader.trajectories(group=group, kept=True, limit=_MEMBERS))
-            if not rows:
+            if not (rows := list(reader.trajectories(group=group, kept=True, limit=_MEMBERS))):
                 continue  # the run has removed its tokens meanwhile
             bound, step = run.staleness_bound, rows[0]["step"]
             samples = [_sample(row, prox.get(group, {}), decode, bound) for row in rows]
@@ -169,8 +168,7 @@ def token_decoder(run_dir: Path, model: str | None) -> Callable[[Sequence[int]],
     """
     name = Path(model or "model")
     files = [folder / "tokenizer.json" for folder in (name, run_dir / name.name)]
-    file = next(filter(Path.is_file, files), None)
-    if file is None:
+    if (file := next(filter(Path.is_file, files), None)) is None:
         return lambda ids: "".join(f"‹{i}›" for i in ids)
     from tokenizers import Tokenizer
 

@@ -88,8 +88,7 @@ class _Notices:
                 self._started_at = now
                 self._look = start_daemon(_notices_of, self._run_dir)
         elif self._look.done():
-            cost_s = now - self._started_at
-            self._due_at = now + max(_LOOK_INTERVAL_S, cost_s / _LOOK_SHARE)
+            self._due_at = now + max(_LOOK_INTERVAL_S, (now - self._started_at) / _LOOK_SHARE)
             # Files that a run is about to write may be incomplete: the next look may do better.
             if self._look.exception() is None:
                 self._newest = self._look.result()

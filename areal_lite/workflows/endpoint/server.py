@@ -185,8 +185,7 @@ class Conversations:
         if request.requires is not None:
             # A required call is begun for the policy, which samples the rest as it always does: a
             # mask would change its distribution.
-            begins = self.parser.begin_call(request.requires)
-            if begins is None:
+            if (begins := self.parser.begin_call(request.requires)) is None:
                 raise RequestRefused(
                     "tool_choice must be auto or none: it is not known how a call begins in the"
                     f" model's format ({self.parser.tool_parser})"
@@ -194,7 +193,7 @@ class Conversations:
             request = replace(request, begins=begins)
         places: list[Conversation] = []
         while len(places) < request.samples:
-            places.append(self._continued(request.messages, request.tools, places))
+            places.append(self._continued(request, places))
         answers = asyncio.create_task(self._answers(places, request))
         for conversation in places:
             conversation.asked, conversation.answers = request.messages, answers
@@ -208,14 +207,12 @@ class Conversations:
             raise ValueError("the policy has answered nothing that the agent asked")
         return traces
 
-    def _continued(
-        self, messages: list[Message], tools: list[dict[str, Any]], taken: list[Conversation]
-    ) -> Conversation:
-        """Return the conversation with the longest known beginning of `messages`, or a new one."""
+    def _continued(self, request: ChatRequest, taken: list[Conversation]) -> Conversation:
+        """Return the conversation that knows most of the first messages, or a new one."""
         best = 0, False, -1
         for index, conversation in enumerate(self._conversations):
-            if conversation.tools == tools:
-                common = conversation.known(messages)
+            if conversation.tools == request.tools:
+                common = conversation.known(request.messages)
                 is_free = not conversation.is_busy and conversation not in taken
                 is_whole = common == len(conversation.messages) and is_free
                 best = max(best, (common, is_whole and common > 0, index))
@@ -230,7 +227,9 @@ class Conversations:
                 f"{self.max_traces} (rollout.workflow_args.max_traces)",
                 "too_many_traces",
             )
-        new = self._conversations[number].fork(known) if known else Conversation([], tools)
+        new = Conversation([], request.tools)
+        if known:
+            new = self._conversations[number].fork(known)
         self._conversations.append(new)
         return new
 
@@ -359,8 +358,7 @@ class AgentEndpoint:
 
     async def _ask(self, api: Api, request: web.Request) -> web.Response:
         refusal = partial(_refusal, api)
-        conversations = self._episode_of(request)
-        if conversations is None:
+        if (conversations := self._episode_of(request)) is None:
             return refusal(401, "no episode has this API key (it may be over)", "invalid_api_key")
         # The clients of both APIs count their retries of a request in this header.
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
