@@ -199,8 +199,7 @@ class Play:
         info = episode.prompt.info
         game = await called(open_game, info["game"], info["arguments"])
         try:
-            begin = await called(game.reset, info["seed"])
-            if begin != info["begin"]:
+            if await called(game.reset, info["seed"]) != info["begin"]:
                 raise ValueError(
                     f"data.args.game={info['game']} begins differently with the same seed: the"
                     " prompt would be that of another game"

@@ -232,10 +232,9 @@ async def _container(task: Task, internet: bool) -> AsyncIterator[str]:
     process = await _start(*words, stdin=PIPE)
     assert process.stdout is not None
     try:
-        limit_s = float(task.machine.get("build_timeout_sec", _TASK_S))
         said, line = b"", b"-"
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(float(task.machine.get("build_timeout_sec", _TASK_S))):
                 # Docker may warn first, and say that it pulls the image.
                 while line and line != b"ready\n":
                     line = await process.stdout.readline()

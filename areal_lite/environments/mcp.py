@@ -63,8 +63,7 @@ class McpTools(Tools):
     async def __call__(self, episode: Episode) -> Trajectory:
         async with AsyncExitStack() as stack:
             try:
-                calls = await self._connect(stack)
-                return await self.play(episode, self._functions | calls)
+                return await self.play(episode, self._functions | await self._connect(stack))
             except Exception as error:  # which the tasks of a connection would wrap in a group
                 failure = error
         raise failure

@@ -222,7 +222,6 @@ def rank_memory(
     """Estimate the memory of each rank of a stage, with full microbatches, on a GPU or without."""
     held = sum(rank_parameters(hf, trainer, stage))
     dense, experts = rank_parameters(hf, trainer, stage, lambda name: layout(name, hf).trained)
-    adam = trainer.optimizer == "adam"
     replicas = trainer.data_parallel * trainer.context_parallel
     if trainer.lora.rank:
         trained = adapter_parameters(hf, trainer, stage)
@@ -236,15 +235,14 @@ def rank_memory(
         moments = 8 * trained - 4 * sum(rank_parameters(hf, trainer, stage, is_layer_matrix))
     tokens = trainer.tokens_per_microbatch // trainer.context_parallel
     width = padded_vocab(hf, trainer.tensor_parallel) // trainer.tensor_parallel
-    per_token = activation_bytes_per_token(hf, trainer, itemsize, stage, gpu=gpu)
     # Backward needs logits, their log-probs and their gradient.
     logits = 3 * min(tokens, CHUNK) * width + (0 if gpu else min(tokens * width, KEPT_LOGITS))
     return RankMemory(
         weights=itemsize * held,
         gradients=4 * trained,
-        masters=0 if itemsize == 4 else 4 * (sharded if adam else trained),
+        masters=0 if itemsize == 4 else 4 * (sharded if trainer.optimizer == "adam" else trained),
         moments=moments,
-        activations=int(tokens * per_token),
+        activations=int(tokens * activation_bytes_per_token(hf, trainer, itemsize, stage, gpu=gpu)),
         head=4 * logits if stage == trainer.pipeline_parallel - 1 else 0,
     )
 
@@ -435,9 +433,8 @@ def trainer_bytes(config: TrainConfig, hf: PretrainedConfig) -> int:
     Backward works on the gradients of a layer's activations next to the kept ones, and on the
     gradient of one product of all its experts.
     """
-    longest = longest_sequence(config)
     # A sequence longer than a microbatch is one of its own.
-    tokens = max(config.trainer.tokens_per_microbatch, longest)
+    tokens = max(config.trainer.tokens_per_microbatch, longest_sequence(config))
     trainer = replace(config.trainer, tokens_per_microbatch=tokens)
     rank = rank_memory(hf, trainer, 2, 0, gpu=True)
     critic = rank.states if config.algo.advantage.estimator == "gae" else 0

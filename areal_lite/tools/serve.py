@@ -95,10 +95,9 @@ class Endpoint:
         self._name = config.server.args.get("served_model_name", Path(config.model).resolve().name)
         device = resolve_device(config.server.device)
         # An export hides the GPUs from this process, and the server may start again meanwhile.
-        gpus = visible_gpus() if device == "cuda" else []
         address = listen_address(config.server.host)
         self._server = replace(config.server, device=device, host=address)
-        self._environment = gpu_environment(gpus)
+        self._environment = gpu_environment(visible_gpus() if device == "cuda" else [])
         if address in LOOPBACK:
             self._environment["GLOO_SOCKET_IFNAME"] = "lo"
         self._exported: set[Path] = set()  # with `follow`, and removed in the end

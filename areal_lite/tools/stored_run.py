@@ -138,8 +138,7 @@ class StoredRunController:
         self._run_dir = stored_run(config)
         self._store = StoredBatches(self._run_dir / STORE_FILE)
         self._max_staleness = stored_max_staleness(self._run_dir)
-        stored = stored_settings(self._run_dir)
-        self._source_names = list(value_of(stored, "data.sources") or {})
+        self._source_names = list(value_of(stored_settings(self._run_dir), "data.sources") or {})
         # The batch that was assigned last, and its step.
         self._step = -1
         self._assignment: BatchAssignment | None = None

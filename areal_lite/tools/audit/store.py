@@ -91,8 +91,7 @@ def check_use(groups: Groups, records: Records, store: ColumnReader) -> Check:
         episodes = sum(episodes for _, episodes in drawn.values())
         looked_at = f"{len(counts):,} steps drew {episodes:,} episodes from the buffer"
     else:
-        used = groups.step[groups.are(GroupState.USED) & (groups.step >= 0)]
-        counts = np.bincount(used).tolist()
+        counts = np.bincount(groups.step[groups.are(GroupState.USED) & (groups.step >= 0)]).tolist()
         looked_at = f"{counted(len(counts), 'step')}: each used {some(sizes)} groups"
     check = Check("batches", looked_at)
     odd = [f"{step} ({count})" for step, count in enumerate(counts, 1) if count not in sizes]
@@ -153,8 +152,7 @@ def check_prompts(groups: Groups, records: Records, store: ColumnReader) -> Chec
     )
     back = groups.ids[groups.drawn < before]
     check.none_of(back, "groups that were admitted with fewer draws than the one before")
-    too_often = prompts[again > put_back]
-    check.none_of(too_often, "prompts that were handed out again without a drop")
+    check.none_of(prompts[again > put_back], "prompts that were handed out again without a drop")
     expected = np.array([sampler.index_at(n - 1) for n in groups.drawn[fresh].tolist()])
     check.none_of(
         groups.ids[fresh][groups.prompt[fresh] != expected],

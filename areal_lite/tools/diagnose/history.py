@@ -224,7 +224,6 @@ def read_history(run_dir: Path, now: float | None = None, newest: int | None = N
     `now` is in wall-clock seconds; None is the present. `newest` is how many of the newest training
     steps to read. Raises ValueError for a directory without a training run.
     """
-    ended = (run_dir / SUMMARY_FILE).exists()
     return History(
         run_dir=run_dir,
         config=load_config(run_dir),
@@ -238,6 +237,6 @@ def read_history(run_dir: Path, now: float | None = None, newest: int | None = N
         },
         started_at=(run_dir / CONFIG_FILE).stat().st_mtime,
         now=time.time() if now is None else now,
-        running=not ended and is_locked(run_dir),
+        running=not (run_dir / SUMMARY_FILE).exists() and is_locked(run_dir),
         stopped=stop_requested(run_dir),
     )

@@ -36,9 +36,8 @@ _HEADERS = (
 def report(config: ReportConfig) -> int:
     """Write report.html and report.png of a run, or one page that compares several."""
     if len(config.runs) > 1:
-        run_dirs = [existing_run(run) for run in config.runs]
         out = Path(config.out or "compare.html")
-        write_atomically(out, compare_page(run_dirs))
+        write_atomically(out, compare_page([existing_run(run) for run in config.runs]))
         print(out)
         return 0
     from areal_lite.tools.report.figure import write_report  # matplotlib is slow to import

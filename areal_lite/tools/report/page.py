@@ -223,9 +223,8 @@ def overlaid_charts(runs: Sequence[RunData], names: Sequence[str]) -> list[dict[
 def config_differences(configs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return dotted key and the value in each run, of the settings that are not equal in all."""
     settings = [flat(config) if config else {} for config in configs]
-    keys = dict.fromkeys(key for values in settings for key in values)
     rows = []
-    for key in keys:
+    for key in dict.fromkeys(key for values in settings for key in values):
         known = [json.dumps(of[key], ensure_ascii=False) if key in of else "–" for of in settings]
         if len(set(known)) > 1 and key not in _OWN_KEYS:
             rows.append([key, *known])

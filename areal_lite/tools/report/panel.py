@@ -291,10 +291,8 @@ class RunState:
 def train_view(state: RunState) -> View:
     """Lay out what a run has published."""
     steps = state.config.trainer.steps
-    times_s = [step["time_s"] for step in state.timed]
     config, without_servers = state.config, state.config.debug_mode == "train_only"
     off_policy = f"{off_policy_label(config.algo)}, {age_label(config.buffer)}"
-    generation = {} if without_servers else {"generation": _generation(state)}
     waits = {"trainer": _trainer(state)} | ({} if without_servers else {"servers": _servers(state)})
     if state.status and state.status.evaluating:
         versions = ", ".join(map(str, state.status.evaluating))
@@ -306,11 +304,11 @@ def train_view(state: RunState) -> View:
         unit="step",
         done=state.done,
         total=steps,
-        eta_s=eta(times_s, steps - state.done, state.since_step_s),
+        eta_s=eta([step["time_s"] for step in state.timed], steps - state.done, state.since_step_s),
         line=step_line(state.newest) if state.steps else (),
         sections={
             "learning": _learning(state),
-            **generation,
+            **({} if without_servers else {"generation": _generation(state)}),
             "speed": _speed(state),
             off_policy: _off_policy(state),
         },

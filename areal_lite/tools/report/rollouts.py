@@ -121,7 +121,6 @@ def _sample(
     """
     ids, logprobs, versions = (row[key][:_LONGEST] for key in ("tokens", "logprobs", "versions"))
     name = trace_name(row["sample_index"], row["trace_index"])
-    weights = _weights(prox.get(name), logprobs, versions)
     staleness = (row["step"] or 0) - versions
     bound = math.inf if row["step"] is None or max_staleness is None else max_staleness
     return {
@@ -134,7 +133,7 @@ def _sample(
         "cut": row["n_tokens"] > _LONGEST,
         "texts": token_texts(ids.tolist(), decode),
         "logprobs": [_rounded(x) if v >= 0 else None for x, v in zip(logprobs, versions)],
-        "weights": weights,
+        "weights": _weights(prox.get(name), logprobs, versions),
         "overdue": np.flatnonzero((versions >= 0) & (staleness > bound)).tolist(),
     }
 

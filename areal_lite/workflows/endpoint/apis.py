@@ -268,13 +268,12 @@ def _anthropic_request(body: Body, temperature: float | None, stored: Stored) ->
     given = chat.parse_tools(body.get("tools"), ("custom", None))
     tools = [chat.function_tool(tool, "input_schema") for tool in given]
     choice = chat.parse_object(body, "tool_choice")
-    parallel = not choice.get("disable_parallel_tool_use")
     return ChatRequest(
         messages=chat.parse_messages(messages),
         tools=tools,
         max_tokens=chat.parse_count(body, "max_tokens"),
         stop=chat.parse_stop(body, "stop_sequences"),
-        **chat.choose_tools(choice, tools, parallel),
+        **chat.choose_tools(choice, tools, not choice.get("disable_parallel_tool_use")),
     )
 
 
@@ -312,9 +311,8 @@ def _anthropic_response(answers: list[Answer], body: Body) -> Body:
     if thought := answer.message.get("reasoning_content"):
         content.insert(0, {"type": "thinking", "thinking": thought, "signature": ""})
     for call in calls:
-        arguments = json.loads(call["function"]["arguments"])
         use = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
-        content.append({**use, "input": arguments})
+        content.append({**use, "input": json.loads(call["function"]["arguments"])})
     ended = "stop_sequence" if answer.stop_text else "end_turn"
     return {
         "id": f"msg_{answer.id}",
