@@ -215,8 +215,7 @@ class Play:
             _, _, said = text.rpartition("</think>")
             observation, reward, is_over = await called(game.step, said)
             transcript.credit(reward)
-            if is_over or turn == self._max_turns - 1:
-                break
-            if not transcript.add_messages([{"role": "user", "content": observation}]):
+            told = [{"role": "user", "content": observation}]
+            if is_over or turn == self._max_turns - 1 or not transcript.add_messages(told):
                 break
         return transcript.trajectory(transcript.earned)

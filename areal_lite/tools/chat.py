@@ -142,7 +142,6 @@ async def _answer(fleet: Fleet, conversation: Conversation, prompt: np.ndarray) 
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines of the user until the input ends."""
     with suppress(ImportError):
         import readline  # noqa: F401 - the arrow keys edit a line
     terminal = sys.stdin.isatty()

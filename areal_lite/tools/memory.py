@@ -312,9 +312,8 @@ def layer_activations(
         width, place = 3 * (expert or dense), 28
         if any("mlp.router.bias" in names for names in layers):  # and which expert's biases
             place += 3 * b * num_experts(vars(hf)) // trainer.expert_parallel
-        row = b * (width + hidden) + place
-        if trainer.expert_parallel == 1:
-            row = b * (width + hidden * tensor) + place * tensor
+        whole = tensor if trainer.expert_parallel == 1 else 1
+        row = b * (width + hidden * whole) + place * whole
         mixture = hf.num_experts_per_tok * row / tensor
         if b != 4 and any("mlp.router.correction" in names for names in layers):
             mixture += 4 * hidden / tensor  # sigmoids are of numbers in float32

@@ -136,7 +136,6 @@ def is_loopback(host: str, port: int) -> bool:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return modification time and size of a file; None without it."""
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -442,10 +442,8 @@ def _servers(state: RunState) -> str:
         # Requests of an evaluation come on top of those for training.
         more = ", evaluation included" if status.evaluating else ""
         return f"generate: {status.requests} requests{more}"
-    if status.version + state.config.max_lead + 1 >= state.config.trainer.steps:
-        reason = "no more are needed"
-    else:
-        reason = "new ones would only get stale"
+    suffice = status.version + state.config.max_lead + 1 >= state.config.trainer.steps
+    reason = "no more are needed" if suffice else "new ones would only get stale"
     return f"finish {status.requests} requests; {reason}" if status.requests else f"idle; {reason}"
 
 

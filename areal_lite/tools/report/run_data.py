@@ -64,9 +64,7 @@ def read_run_config(run_dir: Path) -> dict[str, Any]:
 
     Raises ValueError for a damaged one.
     """
-    if not (run_dir / CONFIG_FILE).exists():
-        return {}
-    return without_secrets(stored_settings(run_dir))
+    return without_secrets(stored_settings(run_dir)) if (run_dir / CONFIG_FILE).exists() else {}
 
 
 def read_columns(path: Path, drawn: bool = False) -> Columns:
