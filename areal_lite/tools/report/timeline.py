@@ -8,6 +8,7 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -110,24 +111,18 @@ def build_windows(columns: Columns, metrics: Metrics) -> list[dict[str, Any]]:
     if not len(columns):
         return []
     origin = float(columns.started.min())
-    paused = pushes_of(metrics)
-    steps = list(zip(metrics, *trainer_spans(metrics)["trains"]))
+    columns = replace(columns, started=columns.started - origin, finished=columns.finished - origin)
+    paused = {v: (at - origin, s) for v, (at, s) in pushes_of(metrics).items()}
+    spans = ((times - origin).tolist() for times in trainer_spans(metrics)["trains"])
+    steps = list(zip((line["step"] for line in metrics), *spans))
     return [
         {
             "name": name,
-            "start": start - origin,
-            "end": end - origin,
+            "start": start,
+            "end": end,
             "version": max((v for v, (at, _) in paused.items() if at <= start), default=0),
-            "pushes": [
-                [version, at - origin, at + pause - origin]
-                for version, (at, pause) in paused.items()
-                if start < at < end
-            ],
-            "steps": [
-                [line["step"], float(begin) - origin, float(stop) - origin]
-                for line, begin, stop in steps
-                if begin < end and stop > start
-            ],
+            "pushes": [[v, at, at + s] for v, (at, s) in paused.items() if start < at < end],
+            "steps": [[n, begin, stop] for n, begin, stop in steps if begin < end and stop > start],
             **_bars(columns, paused, start, end),
         }
         for name, start, end in _window_spans(columns, paused)
@@ -148,7 +143,6 @@ def _window_spans(columns: Columns, paused: Pauses) -> list[tuple[str, float, fl
 
 def _bars(columns: Columns, paused: Pauses, start: float, end: float) -> dict[str, Any]:
     """Return the bars of a window, evenly thinned to BARS, and the number there would be."""
-    origin = float(columns.started.min())
     inside = np.flatnonzero((columns.started < end) & (columns.finished > start))
     inside = inside[np.argsort(columns.started[inside], kind="stable")]
     chosen = inside[np.linspace(0, len(inside) - 1, min(BARS, len(inside))).astype(int)]
@@ -163,12 +157,7 @@ def _bars(columns: Columns, paused: Pauses, start: float, end: float) -> dict[st
             "reward": float(columns.reward[index]),
             "tokens": int(columns.sampled[index]),
             "step": int(columns.step[index]) + 1,
-            "spans": [
-                [version, first - origin, last - origin]
-                for version, first, last in segment_spans(
-                    started, finished, columns.segments(index), paused
-                )
-            ],
+            "spans": segment_spans(started, finished, columns.segments(index), paused),
         }
         for index, row, started, finished in zip(chosen.tolist(), rows, begins, stops)
     ]
