@@ -160,7 +160,7 @@ def _source_lines(config: TrainConfig) -> list[str]:
         else:
             long = f", {prompts.num_too_long:,} are too long" if prompts.num_too_long else ""
             lines.append(f"{name}: {where}, {counted(number, 'prompt')}{long}")
-        shown = shown or prompts
+        shown = prompts if shown is None else shown
     if shown is None:
         return lines
     first, tokenizer = shown[0], Tokenizer(config.model, data.chat_template_kwargs)
@@ -268,11 +268,11 @@ def server_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> li
     per_token = memory.kv_bytes_per_token(hf, itemsize, ranks)
     running = -(-config.rollout.max_concurrent // config.server.count)
     tokens = running * longest_sequence(config)
-    note = f"for {running} trajectories at full length ({tokens:,} tokens); with less memory fewer"
+    note = f"for {running} trajectories at full length ({tokens:,} tokens)"
     return [
         _line("weights", memory.num_parameters(hf) * itemsize // ranks),
         _line("KV cache", per_token, "a token"),
-        _line("", per_token * tokens, f"{note} run at once"),
+        _line("", per_token * tokens, f"{note}; with less memory fewer run at once"),
     ]
 
 

@@ -250,7 +250,7 @@ def check_counts(groups: Groups, sums: StepSums, store: ColumnReader, records: R
     }
     for file, found, made in (
         (paths.TOTALS_FILE, records.totals, totals),
-        # A replay buffer counts a trajectory once for each draw.
+        # With a replay buffer the store shows none of these counts.
         (paths.SUMMARY_FILE, records.summary, {} if records.replays else summary),
     ):
         for name, value in made.items():
