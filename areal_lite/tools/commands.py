@@ -197,8 +197,7 @@ def existing_run(folder: str | Path) -> Path:
     run_dir = Path(folder)
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir}: there is no such folder")
-    files = (CONFIG_FILE, METRICS_FILE, STORE_FILE)
-    if not any((run_dir / file).exists() for file in files):
+    if not any((run_dir / file).exists() for file in (CONFIG_FILE, METRICS_FILE, STORE_FILE)):
         raise ValueError(f"{run_dir} is not a run directory: it has no {CONFIG_FILE}")
     return run_dir
 

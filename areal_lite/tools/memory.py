@@ -28,7 +28,7 @@ pipeline stage.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig
 
@@ -99,7 +99,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(vars(self).values())
 
 
 def parameter_sizes(hf: PretrainedConfig, rows: int | None = None) -> Iterator[tuple[str, int]]:

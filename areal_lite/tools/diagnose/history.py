@@ -167,8 +167,7 @@ class History:
 
     def values(self, key: str) -> np.ndarray:
         """Return `key` of each step, float64 [steps], NaN where it is unknown."""
-        found = [m.get(key) for m in self.metrics]
-        return np.array([np.nan if value is None else value for value in found], np.float64)
+        return np.array([m.get(key) for m in self.metrics], np.float64)  # None becomes NaN
 
     def recent(self, key: str) -> np.ndarray:
         """Return the known values of the recent steps; empty if too few are known."""

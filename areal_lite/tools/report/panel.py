@@ -205,10 +205,9 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        view = self._view()
         if self._live:
             self._live.stop()
-        self._write(view)
+        self._write(self._view())
 
     def poll(self) -> None:
         """Show the present state, unless that was done within the last second."""
