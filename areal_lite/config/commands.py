@@ -99,6 +99,21 @@ class TrainConfig:
         """Return whether a reference policy is the trained model without its adapters."""
         return self.trainer.lora.rank > 0 and reference == self.model
 
+    def is_pushed(self, done: int) -> bool:
+        """Return whether the weights after `done` steps are pushed."""
+        return done % self.sync.every == 0 or done == self.trainer.steps
+
+    def is_evaluated(self, done: int) -> bool:
+        """Return whether the push after `done` steps is evaluated while training continues."""
+        every = self.eval.every
+        if not every or not self.is_pushed(done) or done == self.trainer.steps:
+            return False
+        return done // every > (done - self.sync.every) // every
+
+    def last_evaluated(self, done: int) -> int:
+        """Return the newest version up to `done` that a run evaluates; 0 is the first."""
+        return next((step for step in range(done, 0, -1) if self.is_evaluated(step)), 0)
+
 
 CORE = {
     "train": Command(

@@ -45,7 +45,6 @@ from areal_lite.system import heartbeat
 from areal_lite.system.files import write_json
 from areal_lite.system.processes import die_with_parent, run_role, start_daemon, steady_time
 from areal_lite.train_batch import TrainBatch, save_batch
-from areal_lite.trainer.cadence import is_evaluated, is_pushed, last_evaluated
 from areal_lite.trainer.objective import build_objective
 from areal_lite.trainer.profile import profiled
 from areal_lite.trainer.step import build_models, policy_step
@@ -210,7 +209,7 @@ class TrainingRun:
             self.pushed = step
 
     def _push_if_due(self) -> PushReport | None:
-        if not is_pushed(self.config, self.done):
+        if not self.config.is_pushed(self.done):
             self.pusher.skip(self.done)
             return None
         self.pushed = self.done
@@ -410,7 +409,7 @@ class Reporter:
         self._collect(only_done=True)
         shown = (record[key] for key in ("reward_mean", "wait_s", "train_s"))
         log.info("step %d: reward %.3f, waited %.1f s, trained %.1f s", done, *shown)
-        if is_evaluated(self._config, done):
+        if self._config.is_evaluated(done):
             self._evaluate(done)
 
     def end_training(self) -> None:
@@ -431,7 +430,7 @@ class Reporter:
         """
         newest = max((e["version"] for e in read_events(self._run_dir, "evals")), default=-1)
         is_last = start == self._config.trainer.steps
-        return newest < (start if is_last else last_evaluated(self._config, start))
+        return newest < (start if is_last else self._config.last_evaluated(start))
 
     def _evaluate(self, version: int) -> None:
         """Start an evaluation on a connection of its own, since training continues meanwhile."""

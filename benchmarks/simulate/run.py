@@ -26,7 +26,6 @@ from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.store import StoreThread
 from areal_lite.servers.client import SGLangClient
 from areal_lite.train_batch import TrainBatch
-from areal_lite.trainer.cadence import is_pushed
 from areal_lite.trajectory import InterruptMode
 from benchmarks.simulate.decoding import Usage
 from benchmarks.simulate.stand_ins import (
@@ -94,7 +93,7 @@ class SimulatedTrainer:
             train_s += self.work.trainer.turn_s
         await asyncio.sleep(train_s)
         trained = self._loop.time()
-        if is_pushed(self.config, step + 1):
+        if self.config.is_pushed(step + 1):
             await self._push(step + 1)
         else:
             await self.controller.step_done(step + 1)

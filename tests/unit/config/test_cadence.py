@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_lite.config import TrainConfig
-from areal_lite.trainer.cadence import is_evaluated, is_pushed, last_evaluated
 
 
 def config(every: int, eval_every: int, steps: int) -> TrainConfig:
@@ -14,11 +13,11 @@ def config(every: int, eval_every: int, steps: int) -> TrainConfig:
 
 
 def pushed(run: TrainConfig) -> list[int]:
-    return [done for done in range(1, run.trainer.steps + 1) if is_pushed(run, done)]
+    return [done for done in range(1, run.trainer.steps + 1) if run.is_pushed(done)]
 
 
 def evaluated(run: TrainConfig) -> list[int]:
-    return [done for done in range(1, run.trainer.steps + 1) if is_evaluated(run, done)]
+    return [done for done in range(1, run.trainer.steps + 1) if run.is_evaluated(done)]
 
 
 def test_every_fourth_step_and_the_last_one() -> None:
@@ -32,7 +31,7 @@ def test_a_push_after_each_step_is_evaluated_when_it_is_due() -> None:
     run = config(every=1, eval_every=3, steps=9)
     assert pushed(run) == list(range(1, 10))
     assert evaluated(run) == [3, 6]
-    assert [last_evaluated(run, done) for done in range(10)] == [0, 0, 0, 3, 3, 3, 6, 6, 6, 6]
+    assert [run.last_evaluated(done) for done in range(10)] == [0, 0, 0, 3, 3, 3, 6, 6, 6, 6]
     assert evaluated(config(every=2, eval_every=0, steps=9)) == []
 
 
