@@ -3,7 +3,6 @@
 import asyncio
 import importlib
 import inspect
-import math
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -16,6 +15,7 @@ import msgspec
 from areal_lite.extensions import load_object
 from areal_lite.workers import process
 
+_LARGEST = 3.4e38  # the trainer has rewards in float32
 ENV_TIMEOUT_S = "AREAL_LITE_REWARD_TIMEOUT_S"  # tells a reward function its own limit
 
 
@@ -84,9 +84,9 @@ def execute(
     except BaseException as error:  # KeyboardInterrupt and CancelledError too
         return "exception", process.short_text("{}: {}", type(error).__name__, error)
     with suppress(Exception):  # too large for a float
-        if isinstance(reward, SupportsFloat) and math.isfinite(value := float(reward)):
+        if isinstance(reward, SupportsFloat) and abs(value := float(reward)) <= _LARGEST:
             return value
-    return "bad_result", process.short_text("{!r:.100} is not a finite number", reward)
+    return "bad_result", process.short_text("{!r:.100} is not a finite float32", reward)
 
 
 def _load(name: str, timeout_s: float) -> RewardFunction:

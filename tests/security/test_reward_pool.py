@@ -34,6 +34,7 @@ class NoFloat(fractions.Fraction):
 RESULTS = {
     "large": 10**400,
     "larger": 10**5000,
+    "too large for the trainer": 1e39,
     "fraction": fractions.Fraction(1, 4),
     "truth of numpy": numpy.array([1, 1]).all(),
     "decimal": decimal.Decimal("0.5"),
@@ -142,6 +143,7 @@ def test_odd_results_and_errors_are_no_death(function: str) -> None:
     samples = {
         "large": "bad_result",
         "larger": "bad_result",
+        "too large for the trainer": "bad_result",
         "fraction": 0.25,
         "truth of numpy": 1.0,
         "decimal": 0.5,
