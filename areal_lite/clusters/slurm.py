@@ -6,6 +6,9 @@ Slurm) has when the job goes back to the queue. A failed step without a new chec
 same crash would probably come again.
 """
 
+import math
+import operator
+import re
 import shlex
 import subprocess
 import sys
@@ -80,12 +83,28 @@ def check(config: SlurmConfig) -> None:
     layout(config)
 
 
+def _seconds(limit: str) -> float:
+    """Return a time limit of Slurm in seconds; infinity for one in words (UNLIMITED)."""
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", limit):
+        return math.inf
+    days, _, clock = limit.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    hours = parts if days or len(parts) == 3 else [0, *parts]  # without days, minutes come first
+    return 86_400 * int(days or 0) + sum(map(operator.mul, hours, (3600, 60, 1)))
+
+
 def _check_nodes(config: SlurmConfig) -> None:
     cluster, sync = config.cluster, config.sync
     if cluster.container != "none" and not cluster.image:
         raise ValueError(f"cluster.container={cluster.container}: set cluster.image")
     if config.debug != "off":
         raise ValueError(f"debug={config.debug} is for one machine: use `areal-lite train`")
+    limit, early_s = cluster.options.get("time") or cluster.time, cluster.stop_before_s
+    if 0 < _seconds(str(limit)) <= early_s:
+        raise ValueError(
+            f"cluster.time={limit} is over within cluster.stop_before_s={early_s}: the job would "
+            "stop as it starts. Raise the time, or lower cluster.stop_before_s (0: never)"
+        )
     if cluster.nodes == 1:
         return
     if config.server.host in LOOPBACK:
@@ -203,7 +222,7 @@ def _options(cluster: ClusterConfig, run_dir: Path) -> list[str]:
         "exclusive": True,
         # All the memory of the nodes.
         "mem": None if any(name.startswith("mem") for name in cluster.options) else 0,
-        "output": f"{run_dir}/logs/slurm-%j.log",
+        "output": f"{str(run_dir).replace('%', '%%')}/logs/slurm-%j.log",
         "open-mode": "append",
         "signal": f"B:USR1@{cluster.stop_before_s}" if cluster.stop_before_s else None,
         "requeue" if cluster.chain == 1 else "no-requeue": True,

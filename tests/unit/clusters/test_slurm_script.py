@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from areal_lite.clusters import ClusterConfig, SlurmConfig
-from areal_lite.clusters.slurm import check, layout, render
+from areal_lite.clusters.slurm import _check_nodes, check, layout, render
 from areal_lite.config import ServerConfig, TrainerConfig, load_config
 from areal_lite.launch.prepare import write
 from areal_lite.run_dir.paths import CHECKPOINT_MARKER
@@ -235,6 +235,35 @@ def test_a_role_is_not_started_again_in_vain(tmp_path, reason):
 def test_roles_fill_whole_nodes(bad, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         layout(bad)
+
+
+@pytest.mark.parametrize(
+    "limit, seconds",
+    [
+        *(("30", 1800), ("30:05", 1805), ("2:30:05", 9005), ("24:00:00", 86_400)),
+        *(("1-2", 93_600), ("1-2:30", 95_400), ("1-2:30:05", 95_405), ("90:00", 5400)),
+    ],
+)
+def test_a_job_that_would_stop_as_it_starts_is_refused(tmp_path, limit, seconds):
+    for made in (
+        config(1, 1, 1, time=limit, stop_before_s=seconds),
+        config(1, 1, 1, options={"time": limit}, stop_before_s=seconds),
+    ):
+        with pytest.raises(ValueError, match=f"cluster.time={limit} is over within"):
+            check(made)
+    for early_s in (seconds - 1, 0):
+        _check_nodes(config(1, 1, 1, time=limit, stop_before_s=early_s))
+    for without_end in ("UNLIMITED", "0"):
+        _check_nodes(config(1, 1, 1, time=without_end, stop_before_s=600))
+
+
+def test_a_sign_that_slurm_replaces_is_kept_in_the_folder_of_the_logs(tmp_path):
+    run = Path("/shared/runs/50%j")
+    text = render(config(1, 2, 3), run, WORK)
+    assert "#SBATCH --output=/shared/runs/50%%j/logs/slurm-%j.log\n" in text
+    calls = steps_of(text, tmp_path)
+    assert "--output=/shared/runs/50%%j/logs/trainer-%N.log" in calls["trainer"]
+    assert calls["trainer"][-1] == str(run)
 
 
 @pytest.mark.parametrize("gpus, refused", [(8, True), (0, False)])
