@@ -131,9 +131,9 @@ def measures() -> Iterator[Measure]:
     graph = imports(files)
     lines = {name: path.read_text().count("\n") for name, path in files.items()}
     core = {name: count for name, count in lines.items() if not part_of(name)}
-    yield Measure("lines of the core", sum(core.values()), 26_059, 23_700)
+    yield Measure("lines of the core", sum(core.values()), 26_050, 23_700)
     yield Measure("files of the core", len(core), 121, 118)
-    yield Measure("lines of the package", sum(lines.values()), 41_199, 36_700)
+    yield Measure("lines of the package", sum(lines.values()), 41_198, 36_700)
     yield Measure("files of the package", len(lines), 213, 198)
     way = measure()
     yield Measure("files from prompt to batch", len(way.files), 22, 22)

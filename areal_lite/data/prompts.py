@@ -2,16 +2,7 @@
 
 `data.source` names an opener: a key of SOURCES, an entry point of `extensions.DATA`, or
 `module:name` of your own. It is called as f(config, tokenizer, split, **data.args) -> PromptSet.
-  * `jsonl`: a file with one JSON object per line;
-  * `hf`: a folder of files `<split>*.jsonl`, `<split>*.parquet` or `<split>*.arrow`, one such file,
-    a folder made by `save_to_disk`, or a name on the hub.
-
-A row's prompt is a string or a list of messages (`role`, `content`), or such a list as JSON. Its
-answer is a string, a number, or an object or list, which is kept as JSON. A key may lead into
-objects: `reward_model.ground_truth`. Its column `tools` has the functions that the chat template
-offers, and all other columns are the prompt's `info`.
-
-Invariants:
+docs/first-run.md says what a row may have. Invariants:
   * every row is checked at loading, and an error names the file, the row and the key;
   * prompts of more than `data.max_prompt_tokens` tokens are left out, with a warning, and counted
     in `num_too_long`. So are prompts with more characters than that many tokens of the longest

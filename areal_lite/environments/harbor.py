@@ -2,15 +2,9 @@
 
     +task=harbor data.path=tasks data.eval_path=held_out_tasks
 
-Each task is a folder with `instruction.md`, `task.toml`, `environment/Dockerfile` (or the name of a
-`docker_image`), and `tests/test.sh`. The tests run after the policy's last answer, and write
-`/logs/verifier/reward.txt` or `reward.json`. A Docker Engine builds images and runs containers. A
-container ends with its episode, also if the worker is killed: its first process reads from a pipe
-that the worker holds.
-
-A task with `[[steps]]` has a folder `steps/NAME` for each: `instruction.md`, and perhaps `tests/`,
-which is laid over the task's own, and `workdir/`, whose files the container gets before the step.
-All steps have the same container and the same conversation.
+docs/workflows.md (What to use) says what a task has. A Docker Engine builds images and runs
+containers. A container ends with its episode, also if the worker is killed: its first process reads
+from a pipe that the worker holds.
 """
 
 import asyncio

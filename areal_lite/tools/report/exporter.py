@@ -2,14 +2,9 @@
 
     python -m areal_lite.tools.report.exporter RUN_DIR … [--host 127.0.0.1] [--port 9108]
 
-/metrics has a gauge for each number in the newest complete line of metrics.jsonl, areal_lite_<key>,
-and of evals.jsonl, areal_lite_eval_<key>, and for FACTS, areal_lite_run_<fact>. The label `run` is
-the directory as given. /servers lists the announced servers of runs with
-server.args.enable_metrics=true, for Prometheus' http_sd_configs, without their keys.
-
-Run directories are read at each request, and may appear at any time. A file that cannot be read is
-left out, counted (areal_lite_run_malformed) and logged once. There is no password, so the exporter
-binds to loopback unless another host is named. Connections are few, and end after some seconds.
+docs/running.md (A dashboard) says what it serves. Run directories are read at each request, and may
+appear at any time. There is no password, so the exporter binds to loopback unless another host is
+named. Connections are few, and end after some seconds.
 """
 
 import argparse
