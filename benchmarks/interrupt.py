@@ -39,7 +39,7 @@ from areal_lite.weights.push import WeightPusher
 
 PROMPT = np.arange(2, 66, dtype=np.int32)
 RUNS = [
-    ("none", ""),
+    ("none", "auto"),
     ("in_place", "memory"),
     ("in_place", "disk"),
     ("in_place", "distributed"),
