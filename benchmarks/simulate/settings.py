@@ -1,4 +1,4 @@
-"""The settings of a simulation: those of `train`, the machines, and the questions."""
+"""Define the settings of a simulation: of `train`, of the machines, and the questions."""
 
 from dataclasses import dataclass, field
 
