@@ -293,7 +293,7 @@ class MixtureOfExperts(MegatronModule):
 
 
 class RoutingReplay:
-    """The choice of one router, of which it follows the recorded one (R3, arXiv:2510.11370).
+    """The experts that one router chooses: the recorded ones (R3, arXiv:2510.11370).
 
     docs/training.md (Routing replay) says why, and what is replayed. A token without a recorded
     route, padding too, is routed by this model's own router.

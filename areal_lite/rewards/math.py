@@ -303,7 +303,7 @@ def _parse(text: str) -> list:
 
 
 def _compare_in_child(gold: list, result: str, percent: list[bool]) -> float:
-    """Return the reward, 0.0 beyond the limits. `percent`: whether each of both is a percentage."""
+    """Return the reward, 0.0 beyond the limits. `percent`: which of both are percentages."""
     context = multiprocessing.get_context("fork")  # with the parsers that the parent has warmed up
     child = context.Process(target=_compare, args=(gold, result, percent))
     child.start()

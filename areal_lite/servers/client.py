@@ -340,7 +340,7 @@ class SGLangClient:
 
 
 async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """Read a 200, or how another answer begins. Raises ValueError if it is too large or no JSON."""
+    """Read a 200, or another answer's start. Raises ValueError if it is too large or no JSON."""
     if response.status != 200:
         return await response.content.read(500)
     chunks: list[bytes] = []

@@ -48,7 +48,7 @@ def register() -> None:
 class HistoryAlgorithm(CustomSpecAlgo):
     """The algorithm, with the methods that SGLang calls and its base class lacks."""
 
-    def _no(self) -> bool:
+    def _no(self) -> bool:  # to what SGLang asks of algorithms with a draft model
         return False
 
     has_draft_kv = carries_draft_hidden_states = need_topk = _no

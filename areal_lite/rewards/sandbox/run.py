@@ -54,7 +54,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one program. What the kernel keeps for it, mainly page tables, comes on top."""
+    """Limits of one program. The kernel's memory for it, mainly page tables, comes on top."""
 
     time_s: float = 5.0  # of the wall clock, from the start of execution
     memory_mb: int = 512  # of address space

@@ -49,7 +49,7 @@ FACTS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "clip_fraction_mean": ("mean share of clipped tokens", "{:.2%}".format),
     "behavior_weight_max": ("largest behavior weight", short),
 }
-"""By the key of a number of a run: its name and unit, and its text."""
+"""Key of a number of a run -> its name with the unit, and the function that writes it."""
 # The rows of the table in the terminal, with the values of a summary.
 _SUMMARY = {
     "held-out accuracy, greedy": "{greedy_before} → {greedy_after}",
